@@ -24,10 +24,10 @@ const WRITE_EVERY: Duration = Duration::from_secs(5);
 
 /// What the thread has read of a domain's metadata.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Watch(Arc<Mutex<Seen>>);
+pub(crate) struct Watch(Arc<Mutex<WatchState>>);
 
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Seen {
+pub(crate) struct WatchState {
     /// What it says; `None`: not read yet.
     pub metadata: Option<Metadata>,
     /// The note that was there at the beginning: what the balloon holds without Ebb.
@@ -41,7 +41,7 @@ pub(crate) struct Seen {
     pub over: Option<String>,
 }
 
-impl Seen {
+impl WatchState {
     /// The note that is still to be written, or removed.
     pub fn to_write(&self) -> Option<Option<Bytes>> {
         let there = self.there?;
@@ -55,16 +55,16 @@ impl Seen {
 }
 
 impl Watch {
-    pub fn seen(&self) -> Seen {
+    pub fn state(&self) -> WatchState {
         lock(&self.0).clone()
     }
 
     /// Has this note written, or none.
     pub fn note(&self, note: Option<Bytes>) {
-        self.tell(|seen| seen.wanted = Some(note));
+        self.tell(|state| state.wanted = Some(note));
     }
 
-    fn tell(&self, to: impl FnOnce(&mut Seen)) {
+    fn tell(&self, to: impl FnOnce(&mut WatchState)) {
         to(&mut lock(&self.0));
     }
 }
@@ -100,7 +100,7 @@ impl Watcher {
     }
 
     pub fn end(&self, why: &str) {
-        self.watch.tell(|seen| seen.over = Some(why.to_owned()));
+        self.watch.tell(|state| state.over = Some(why.to_owned()));
     }
 
     /// When the next call is to be made, while none is under way.
@@ -111,10 +111,10 @@ impl Watcher {
     }
 
     fn write_at(&self, now: Instant) -> Option<Instant> {
-        let seen = self.watch.seen();
-        let replaces = seen.to_write()?.is_some() && seen.there.flatten().is_some();
+        let state = self.watch.state();
+        let replaces = state.to_write()?.is_some() && state.there.flatten().is_some();
         Some(match self.written {
-            Some(at) if seen.refused.is_some() => at + READ_EVERY,
+            Some(at) if state.refused.is_some() => at + READ_EVERY,
             Some(at) if replaces => at + WRITE_EVERY,
             _ => now,
         })
@@ -126,9 +126,9 @@ impl Watcher {
             return (Step::LookUp, calls::LOOK_UP, calls::look_up(&self.name));
         };
         let reads = self.read.is_none_or(|at| now >= at + READ_EVERY);
-        let seen = self.watch.seen();
-        match seen.to_write() {
-            _ if seen.there.is_none() => {
+        let state = self.watch.state();
+        match state.to_write() {
+            _ if state.there.is_none() => {
                 (Step::ReadNote, calls::METADATA, calls::metadata(domain, NOTE.0))
             }
             Some(note) if self.write_at(now).is_some_and(|at| at <= now) && !reads => {
@@ -156,17 +156,17 @@ impl Watcher {
                     Err(e) if e.code == metadata::NO_METADATA => None,
                     Err(e) => return Err(e.to_string()),
                 };
-                self.watch.tell(|seen| (seen.noted, seen.there) = (noted, Some(noted)));
+                self.watch.tell(|state| (state.noted, state.there) = (noted, Some(noted)));
             }
             // One that was refused is tried again later: libvirt may have had a job on the domain.
-            Step::Write(note) => self.watch.tell(|seen| match result {
-                Ok(_) => (seen.there, seen.refused) = (Some(note), None),
-                Err(why) => seen.refused = Some(why.to_string()),
+            Step::Write(note) => self.watch.tell(|state| match result {
+                Ok(_) => (state.there, state.refused) = (Some(note), None),
+                Err(why) => state.refused = Some(why.to_string()),
             }),
             Step::Read => {
                 let said = metadata::of_answer(&self.name, result).map_err(|e| odd(&e))?;
                 let said = said.map_err(|e| e.to_string())?;
-                self.watch.tell(|seen| seen.metadata = Some(said));
+                self.watch.tell(|state| state.metadata = Some(said));
             }
         }
         Ok(())
@@ -212,19 +212,19 @@ mod tests {
     fn a_note_is_read_once_written_where_it_is_another_and_removed_in_the_end() {
         let now = Instant::now();
         let (mut w, watch) = watcher(Ok("<balloon unit='KiB' others='1024'/>"), now);
-        assert_eq!(watch.seen().noted, Some(Bytes::mib(1)));
+        assert_eq!(watch.state().noted, Some(Bytes::mib(1)));
         assert_eq!(w.due(now), Some(now + READ_EVERY), "what is there stays");
         let later = now + Duration::from_secs(1);
         watch.note(Some(Bytes::mib(1)));
-        assert!(!watch.seen().is_note_due());
+        assert!(!watch.state().is_note_due());
         watch.note(Some(Bytes::mib(2)));
         assert_eq!(
             (w.due(later), w.call(later).0),
             (Some(later), Step::Write(Some(Bytes::mib(2))))
         );
-        assert!(watch.seen().is_note_due());
+        assert!(watch.state().is_note_due());
         w.answered(Step::Write(Some(Bytes::mib(2))), Ok(Vec::new())).unwrap();
-        assert!(!watch.seen().is_note_due());
+        assert!(!watch.state().is_note_due());
         // Another follows later, and its end at once.
         watch.note(Some(Bytes::mib(3)));
         assert_eq!(w.due(later), Some(later + WRITE_EVERY));
@@ -233,18 +233,18 @@ mod tests {
         // Refused, and tried again later; what was refused does not hold up another for ever.
         let busy = Refused { code: 68, message: "busy".into() };
         w.answered(Step::Write(None), Err(busy)).unwrap();
-        assert!(watch.seen().is_note_due() && watch.seen().refused.is_some());
+        assert!(watch.state().is_note_due() && watch.state().refused.is_some());
         assert_eq!(w.due(later), Some(now + READ_EVERY));
         let again = later + READ_EVERY;
         assert_eq!(w.call(again).0, Step::Read);
         w.answered(Step::Read, Err(none())).unwrap();
         assert_eq!(w.call(again).0, Step::Write(None));
         w.answered(Step::Write(None), Ok(Vec::new())).unwrap();
-        assert!(!watch.seen().is_note_due() && watch.seen().refused.is_none());
+        assert!(!watch.state().is_note_due() && watch.state().refused.is_none());
         // The first one after a removal waits for nothing.
         watch.note(Some(Bytes::mib(4)));
         assert_eq!(w.due(again), Some(again));
-        assert_eq!(watch.seen().noted, Some(Bytes::mib(1)), "as it was at the beginning");
+        assert_eq!(watch.state().noted, Some(Bytes::mib(1)), "as it was at the beginning");
     }
 
     #[test]
@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(w.call(now).0, Step::ReadNote);
         let other = Refused { code: 1, message: "internal error".into() };
         assert!(w.answered(Step::ReadNote, Err(other)).is_err(), "the watch ends");
-        assert_eq!(watch.seen().there, None);
+        assert_eq!(watch.state().there, None);
     }
 
     #[test]
@@ -276,11 +276,11 @@ mod tests {
         assert!(w.event(&domain, &Event::Described));
         let said = |xml: &str| Ok(Writer::default().text(xml).done());
         w.answered(Step::Read, said("<memory min='1GiB'/>")).unwrap();
-        assert!(matches!(watch.seen().metadata, Some(Metadata::Says(_))));
+        assert!(matches!(watch.state().metadata, Some(Metadata::Says(_))));
         assert_eq!(w.due(now), Some(now), "is read again");
         w.call(now);
         w.answered(Step::Read, said("<memory min='x'/>")).unwrap();
-        assert!(matches!(watch.seen().metadata, Some(Metadata::Wrong(_))));
+        assert!(matches!(watch.state().metadata, Some(Metadata::Wrong(_))));
         assert_eq!(w.due(now), Some(now + READ_EVERY));
         let other = Domain { uuid: [8; 16], ..domain.clone() };
         assert!(w.event(&other, &Event::Lifecycle(5)) && !w.event(&domain, &Event::Lifecycle(5)));

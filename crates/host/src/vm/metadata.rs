@@ -31,12 +31,12 @@ pub(crate) struct DomainSettings {
 
 impl DomainSettings {
     fn look(&mut self, libvirt: &Libvirt, process: &QemuProcess, now: Instant) {
-        if let Some(seen) = self.watch.as_ref().map(Watch::seen) {
-            if let Some(read) = seen.metadata {
-                self.noted = seen.noted;
+        if let Some(state) = self.watch.as_ref().map(Watch::state) {
+            if let Some(read) = state.metadata {
+                self.noted = state.noted;
                 (self.says, self.backoff, self.was_read) = (read, Duration::ZERO, true);
             }
-            if let Some(why) = seen.over {
+            if let Some(why) = state.over {
                 self.watch = None;
                 self.backoff = (self.backoff * 2).clamp(BACKOFF.0, BACKOFF.1);
                 self.retry_at = Some(now + self.backoff);
@@ -116,7 +116,7 @@ impl Vm {
 
     /// Whether that is not written yet.
     pub fn is_note_due(&self) -> bool {
-        self.domain.watch.as_ref().is_some_and(|w| w.seen().is_note_due())
+        self.domain.watch.as_ref().is_some_and(|w| w.state().is_note_due())
     }
 
     pub(super) fn metadata_problem(&self) -> Option<String> {
@@ -126,7 +126,7 @@ impl Vm {
                 Some(format!("it cannot be read: {why}; nothing is taken from the VM until it is"))
             }
             _ => {
-                let why = self.domain.watch.as_ref()?.seen().refused?;
+                let why = self.domain.watch.as_ref()?.state().refused?;
                 Some(format!(
                     "libvirt does not take Ebb's note into it: {why}; if the domain is saved or \
                      migrated, it keeps the size that it has then"
