@@ -27,7 +27,7 @@ use super::page_hashes::PageHashes;
 use super::rate_limit::{Pace, thread_cpu};
 use super::savings::Blocks;
 use super::table::{Filler, Table, VMS_MAX};
-use super::walk::{Runs, Seen, Walker};
+use super::walk::{ListedPages, Runs, Walker};
 use super::{Changes, Options, Pages, ScanOutcome, Scanner, Target};
 use crate::lock;
 use crate::probe::process::{Life, life};
@@ -68,7 +68,7 @@ pub(super) struct Job<'a> {
     /// Threads so far: each begins with a VM of its own.
     threads: AtomicUsize,
     table: Table,
-    seen: Seen,
+    listed: ListedPages,
 }
 
 #[derive(Default)]
@@ -159,7 +159,7 @@ impl<'a> Job<'a> {
             windows: Vec::new(),
             threads: AtomicUsize::new(0),
             table: Table::default(),
-            seen: Seen::default(),
+            listed: ListedPages::default(),
         }
     }
 
@@ -220,7 +220,7 @@ impl<'a> Job<'a> {
 
     fn table_bytes(&self) -> u64 {
         // A frame number takes eight bytes and as much again in a hash set.
-        self.table.bytes() + self.seen.count() as u64 * 16
+        self.table.bytes() + self.listed.count() as u64 * 16
     }
 }
 
@@ -304,7 +304,7 @@ impl Worker<'_, '_> {
         runs.clear();
         let chosen = if look { job.glances(vm, window) } else { vec![window] };
         for part in chosen {
-            self.pages.merged += walker.runs(part, &target.merged, &job.seen, &mut runs)?;
+            self.pages.merged += walker.runs(part, &target.merged, &job.listed, &mut runs)?;
         }
         self.pages.held += runs.pages();
         if job.options.one_in > 1 && !look {

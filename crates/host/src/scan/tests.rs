@@ -204,7 +204,7 @@ fn absent_pages_are_not_read_and_not_brought_in() {
         let (pid, entries) = (holder.target.id.pid, Some(Listing::Entries));
         let walker = walk::Walker::open(&Root::default(), pid, false, entries).unwrap();
         let mut runs = walk::Runs::default();
-        walker.runs(holder.target.ram[0], &[], &walk::Seen::default(), &mut runs).unwrap();
+        walker.runs(holder.target.ram[0], &[], &walk::ListedPages::default(), &mut runs).unwrap();
         assert_eq!(runs.pages(), PAGES);
     }
 }

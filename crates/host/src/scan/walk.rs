@@ -23,15 +23,15 @@ use crate::sys::Range;
 
 /// Physical pages that several places map, and that were listed already.
 #[derive(Debug)]
-pub struct Seen(Vec<Mutex<HashSet<u64>>>);
+pub struct ListedPages(Vec<Mutex<HashSet<u64>>>);
 
-impl Default for Seen {
-    fn default() -> Seen {
-        Seen((0..64).map(|_| Mutex::default()).collect())
+impl Default for ListedPages {
+    fn default() -> ListedPages {
+        ListedPages((0..64).map(|_| Mutex::default()).collect())
     }
 }
 
-impl Seen {
+impl ListedPages {
     fn first(&self, pfn: u64) -> bool {
         lock(&self.0[pfn as usize % self.0.len()]).insert(pfn)
     }
@@ -92,7 +92,7 @@ impl Walker {
         &self,
         range: Range,
         merged: &[Range],
-        seen: &Seen,
+        listed: &ListedPages,
         runs: &mut Runs,
     ) -> Result<u64> {
         let mut passed = 0;
@@ -102,26 +102,26 @@ impl Walker {
                 self.pagemap.scan(range, |run, _huge| held.push(run))?;
                 for part in held.into_iter().flat_map(|run| parts(run, merged)) {
                     match part {
-                        (part, true) => self.sift(part, Some(seen), runs, &mut passed)?,
+                        (part, true) => self.sift(part, Some(listed), runs, &mut passed)?,
                         (part, false) => runs.own.push(part),
                     }
                 }
             }
             Listing::Entries => {
                 for (part, merged) in parts(range, merged) {
-                    self.sift(part, merged.then_some(seen), runs, &mut passed)?;
+                    self.sift(part, merged.then_some(listed), runs, &mut passed)?;
                 }
             }
         }
         Ok(passed)
     }
 
-    /// Adds to `runs` what the pagemap says is to be read of a range; `seen`: some of
+    /// Adds to `runs` what the pagemap says is to be read of a range; `listed`: some of
     /// it is merged.
     fn sift(
         &self,
         range: Range,
-        seen: Option<&Seen>,
+        listed: Option<&ListedPages>,
         runs: &mut Runs,
         passed: &mut u64,
     ) -> Result<()> {
@@ -130,11 +130,11 @@ impl Walker {
                 return;
             }
             let page = Range { start, len: PAGE };
-            match (seen, entry.frame()) {
+            match (listed, entry.frame()) {
                 // Where frame numbers are hidden each of its mappings counts as a page.
                 (Some(_), None) => push(&mut runs.shared, page),
-                (Some(seen), Some(frame)) if self.is_shared(entry, frame) => {
-                    match seen.first(frame) {
+                (Some(listed), Some(frame)) if self.is_shared(entry, frame) => {
+                    match listed.first(frame) {
                         true => push(&mut runs.shared, page),
                         false => *passed += 1,
                     }
