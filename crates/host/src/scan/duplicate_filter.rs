@@ -69,15 +69,15 @@ impl DuplicateFilter {
 
 /// A VM's pages of which lines were read: a bit each.
 #[derive(Debug)]
-pub(super) struct Marks(Vec<(Range, Vec<AtomicU64>)>);
+pub(super) struct PageSet(Vec<(Range, Vec<AtomicU64>)>);
 
-impl Marks {
-    /// None is marked.
-    pub fn new(ram: &[Range]) -> Marks {
+impl PageSet {
+    /// None is in it.
+    pub fn new(ram: &[Range]) -> PageSet {
         let words = |r: &Range| {
             vec![0u64; (r.len / PAGE).div_ceil(64) as usize].into_iter().map(AtomicU64::new)
         };
-        Marks(ram.iter().map(|r| (*r, words(r).collect())).collect())
+        PageSet(ram.iter().map(|r| (*r, words(r).collect())).collect())
     }
 
     fn cell(&self, address: u64) -> Option<(&AtomicU64, u64)> {
@@ -86,13 +86,13 @@ impl Marks {
         Some((&words[page as usize / 64], 1 << (page % 64)))
     }
 
-    pub fn set(&self, address: u64) {
+    pub fn insert(&self, address: u64) {
         if let Some((word, bit)) = self.cell(address) {
             word.fetch_or(bit, Relaxed);
         }
     }
 
-    /// Leaves those marked in a window that may have a duplicate; returns how many went.
+    /// Leaves those in a window that may have a duplicate; returns how many went.
     pub fn sift(&self, window: Range, tags: &PageHashes, filter: &DuplicateFilter) -> u64 {
         let mut gone = 0;
         for run in self.runs(window) {
@@ -147,25 +147,25 @@ mod tests {
     #[test]
     fn only_marked_pages_that_may_have_a_duplicate_are_left() {
         let ram = [Range { start: PAGE, len: 100 * PAGE }, Range { start: 1 << 30, len: PAGE }];
-        let (marks, filter, mut tags) =
-            (Marks::new(&ram), DuplicateFilter::new(200), PageHashes::default());
+        let (set, filter, mut tags) =
+            (PageSet::new(&ram), DuplicateFilter::new(200), PageHashes::default());
         tags.fit(&ram);
         let all = Range { start: 0, len: 1 << 31 };
-        assert!(marks.runs(all).is_empty());
+        assert!(set.runs(all).is_empty());
         // Two alike, one alone, and one that is marked twice alone.
         let pages = [(2 * PAGE, 5), (3 * PAGE, 6), (9 * PAGE, 7), (1 << 30, 5)];
         for (address, hash) in pages {
             tags.same(address, hash << 8);
-            marks.set(address);
+            set.insert(address);
             filter.put(tags.at(address).unwrap());
         }
-        marks.set(0);
-        marks.set(1 << 40);
+        set.insert(0);
+        set.insert(1 << 40);
         let page = |start| Range { start, len: PAGE };
         let two = Range { start: 2 * PAGE, len: 2 * PAGE };
-        assert_eq!(marks.runs(all), [two, page(9 * PAGE), page(1 << 30)]);
-        assert_eq!(marks.sift(page(9 * PAGE), &tags, &filter), 1);
-        assert_eq!(marks.sift(all, &tags, &filter), 1);
-        assert_eq!(marks.runs(all), [page(2 * PAGE), page(1 << 30)]);
+        assert_eq!(set.runs(all), [two, page(9 * PAGE), page(1 << 30)]);
+        assert_eq!(set.sift(page(9 * PAGE), &tags, &filter), 1);
+        assert_eq!(set.sift(all, &tags, &filter), 1);
+        assert_eq!(set.runs(all), [page(2 * PAGE), page(1 << 30)]);
     }
 }

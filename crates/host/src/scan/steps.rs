@@ -22,7 +22,7 @@ use rustix::io::Errno;
 
 use self::windows::{GENTLE_WINDOW, GLANCE_WINDOW, PIECE, SAMPLE, WINDOW, Windows};
 use super::agents::HashLink;
-use super::duplicate_filter::{DuplicateFilter, Marks};
+use super::duplicate_filter::{DuplicateFilter, PageSet};
 use super::page_hashes::PageHashes;
 use super::rate_limit::{Pace, thread_cpu};
 use super::savings::Blocks;
@@ -57,7 +57,7 @@ pub(super) struct Job<'a> {
     round: Round,
     /// What is known by lines, and of which pages of each VM.
     filter: Option<DuplicateFilter>,
-    marks: Vec<Marks>,
+    lines_read: Vec<PageSet>,
     targets: &'a [Target],
     options: &'a Options,
     pace: &'a Pace,
@@ -138,7 +138,7 @@ impl<'a> Job<'a> {
         let held = targets.iter().map(|t| t.held).sum::<Bytes>();
         let filter =
             (options.filter && all && by_agents).then(|| DuplicateFilter::new(held.0 / PAGE));
-        let marks = |t: &Target| Marks::new(if filter.is_some() { &t.ram } else { &[] });
+        let empty = |t: &Target| PageSet::new(if filter.is_some() { &t.ram } else { &[] });
         Job {
             root,
             key,
@@ -148,7 +148,7 @@ impl<'a> Job<'a> {
             by_agents: AtomicU64::new(0),
             by_lines: AtomicU64::new(0),
             round: Round::All,
-            marks: targets.iter().map(marks).collect(),
+            lines_read: targets.iter().map(empty).collect(),
             filter,
             targets,
             options,
@@ -322,7 +322,7 @@ impl Worker<'_, '_> {
     fn sift(&mut self, window: Range) -> Result<()> {
         let (job, vm) = (self.job, self.vm);
         if let (Some(filter), Some(tags)) = (&job.filter, job.tags[vm]) {
-            let alone = job.marks[vm].sift(window, tags, filter);
+            let alone = job.lines_read[vm].sift(window, tags, filter);
             job.by_lines.fetch_add(alone, Relaxed);
             self.account(0, Duration::ZERO);
         }
@@ -332,7 +332,7 @@ impl Worker<'_, '_> {
     /// Has pages read whole of which only lines were read.
     fn whole(&mut self, window: Range) -> Result<()> {
         let (job, vm) = (self.job, self.vm);
-        let runs = job.marks[vm].runs(window);
+        let runs = job.lines_read[vm].runs(window);
         let rest = match job.agent(vm, window) {
             Some(agent) => self.ask(agent, &runs, false)?,
             None => runs,

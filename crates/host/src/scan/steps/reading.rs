@@ -78,7 +78,7 @@ impl Worker<'_, '_> {
                 }
                 let address = number * PAGE;
                 match self.note(address, hash, shared) {
-                    true if lines => job.marks[self.vm].set(address),
+                    true if lines => job.lines_read[self.vm].insert(address),
                     true => self.keep(address, Some(hash).filter(|h| *h != 0)),
                     false => {}
                 }
