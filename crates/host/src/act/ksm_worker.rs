@@ -19,7 +19,7 @@ use ebb_core::units::{Bytes, PAGE, Stamp};
 
 use super::ksm::KsmSettings;
 use super::ksmd_throttle::KsmdThrottle;
-use super::vm_mergeable::{LEAST_RAM, marks};
+use super::vm_mergeable::{LEAST_RAM, ksm_state};
 use super::worker;
 use crate::linux::LinuxHost;
 use crate::lock;
@@ -251,7 +251,7 @@ fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, told: &Mutex<Told>) {
 
 fn look(root: &Root, vm: VmId) -> Look {
     let (begun, at, used) = (Instant::now(), LinuxHost::now(), thread_cpu());
-    let seen = marks(root, vm).map_err(|e| e.to_string());
+    let seen = ksm_state(root, vm).map_err(|e| e.to_string());
     let merged = seen.as_ref().map_or(Bytes::ZERO, |m| m.merged);
     Look { begun, at, took: thread_cpu().saturating_sub(used), open: seen.map(|m| m.open), merged }
 }

@@ -42,7 +42,7 @@ pub enum MergeableError {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Done {
+pub enum SetOutcome {
     Already,
     Now,
     /// It is now, by asking QEMU for the opposite (9.1.0).
@@ -50,22 +50,27 @@ pub enum Done {
 }
 
 /// Marks a VM's RAM for KSM, or takes it out and breaks its merges.
-pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, MergeableError> {
+pub fn set(
+    root: &Root,
+    id: VmId,
+    qmp: &mut Client,
+    on: bool,
+) -> Result<SetOutcome, MergeableError> {
     let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
-    if marks_of(&regions)?.open == on {
-        return Ok(Done::Already);
+    if ksm_state_of(&regions)?.open == on {
+        return Ok(SetOutcome::Already);
     }
     if !on {
         let merged = merged_now(&read_ksm_stat(root, id.pid)?.unwrap_or_default(), &regions);
         has_room(root, merged, &[(id.pid, merged)])?;
     }
     let backends = parse_backends(&qmp.execute("query-memdev", None, PATIENCE)?)?;
-    for (value, done) in [(on, Done::Now), (!on, Done::Inverted)] {
+    for (value, done) in [(on, SetOutcome::Now), (!on, SetOutcome::Inverted)] {
         for path in &backends {
             let set = qmp_balloon::set(path, "merge", json!(value));
             qmp.execute("qom-set", Some(set), PATIENCE)?;
         }
-        if marks(root, id)?.open == on {
+        if ksm_state(root, id)?.open == on {
             return Ok(done);
         }
     }
@@ -75,39 +80,39 @@ pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<Done, Me
 /// Firmware and device memory smaller than this keeps QEMU's own mark.
 pub const LEAST_RAM: u64 = 32 << 20;
 
-/// What mappings say of a VM's RAM proper.
+/// Whether a VM's RAM proper is open to KSM and what is merged, by its mappings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Marks {
+pub struct KsmState {
     /// Some of it is open to KSM.
     pub open: bool,
     /// Merged, zeros not counted.
     pub merged: Bytes,
 }
 
-pub fn marks(root: &Root, id: VmId) -> Result<Marks, MergeableError> {
-    marks_of(&read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?)
+pub fn ksm_state(root: &Root, id: VmId) -> Result<KsmState, MergeableError> {
+    ksm_state_of(&read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?)
 }
 
-fn marks_of(regions: &[Region]) -> Result<Marks, MergeableError> {
-    let mut ram: Vec<(Range, Marks)> = Vec::new();
+fn ksm_state_of(regions: &[Region]) -> Result<KsmState, MergeableError> {
+    let mut ram: Vec<(Range, KsmState)> = Vec::new();
     for r in guest_ram(regions) {
         let merged = r.ksm.unwrap_or_default();
         match ram.last_mut() {
             // Ranges that are open are mappings of their own.
-            Some((whole, marks)) if whole.end() == r.range.start => {
+            Some((whole, state)) if whole.end() == r.range.start => {
                 whole.len += r.range.len;
-                marks.open |= r.mergeable;
-                marks.merged += merged;
+                state.open |= r.mergeable;
+                state.merged += merged;
             }
-            _ => ram.push((r.range, Marks { open: r.mergeable, merged })),
+            _ => ram.push((r.range, KsmState { open: r.mergeable, merged })),
         }
     }
     ram.retain(|(range, _)| range.len >= LEAST_RAM);
     match ram.is_empty() {
         true => Err(MergeableError::NoRam),
-        false => Ok(Marks {
-            open: ram.iter().any(|(_, marks)| marks.open),
-            merged: ram.iter().map(|(_, marks)| marks.merged).sum(),
+        false => Ok(KsmState {
+            open: ram.iter().any(|(_, state)| state.open),
+            merged: ram.iter().map(|(_, state)| state.merged).sum(),
         }),
     }
 }

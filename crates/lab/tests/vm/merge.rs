@@ -18,7 +18,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use ebb_core::wire::Attach;
 use ebb_core::wire::hashes::HashRequest;
-use ebb_host::act::vm_mergeable::{Marks, marks};
+use ebb_host::act::vm_mergeable::{KsmState, ksm_state};
 use ebb_host::agent::Agent;
 use ebb_host::probe::process::read_stat;
 use ebb_host::probe::regions::read_smaps;
@@ -433,9 +433,9 @@ fn truth(vms: &[Vm]) -> Truth {
 }
 
 /// What a VM's mappings show: whether it is open to KSM, and what is merged of it now.
-fn mapped(vm: &Vm) -> Marks {
+fn mapped(vm: &Vm) -> KsmState {
     let start = read_stat(&Root::default(), vm.pid()).unwrap().unwrap().start;
-    marks(&Root::default(), VmId { pid: vm.pid(), start }).unwrap()
+    ksm_state(&Root::default(), VmId { pid: vm.pid(), start }).unwrap()
 }
 
 fn open(vm: &Vm) -> bool {
