@@ -328,7 +328,7 @@ impl LinuxHost {
             self.background.iter().for_each(|b| b.tell(*id, &mut sample.tasks));
             let busy = vm.shrinks(self.owed.contains(id))
                 || vm.merging.is_busy()
-                || self.merger.as_ref().is_some_and(|m| m.told().reading.contains(id))
+                || self.merger.as_ref().is_some_and(|m| m.results().reading.contains(id))
                 || sample.tasks.is_busy();
             sample.hands_off.iter_mut().for_each(|h| h.done &= !busy);
             sample

@@ -43,7 +43,7 @@ const GLANCE_ONE_IN: u32 = 256;
 
 /// What a look into a VM's mappings showed.
 #[derive(Clone, Debug)]
-pub struct Look {
+pub struct MappingsLook {
     /// When it began; what was ordered later is not in it.
     pub begun: Instant,
     /// The same for the sample.
@@ -78,15 +78,15 @@ struct ScanJob {
 /// Ranges, and what is to be had in them.
 pub type Worth = (Vec<Range>, Candidates);
 
-/// What the threads have told.
+/// What the threads have found and done.
 #[derive(Debug, Default)]
-pub struct Told {
+pub struct WorkerResults {
     pub scan: ScanSample,
     /// What the last scan found, by VM.
     pub found: BTreeMap<VmId, Candidates>,
     /// What is worth opening range by range, and what is to be had in that.
     pub ranges: BTreeMap<VmId, Worth>,
-    pub looks: BTreeMap<VmId, Look>,
+    pub looks: BTreeMap<VmId, MappingsLook>,
     looking: BTreeSet<VmId>,
     /// Those that the scan under way reads.
     pub reading: BTreeSet<VmId>,
@@ -94,7 +94,7 @@ pub struct Told {
     pub knobs: Option<String>,
 }
 
-type Shared = Arc<Mutex<Told>>;
+type Shared = Arc<Mutex<WorkerResults>>;
 
 /// Takes orders and tells the results. Nothing runs before the first.
 #[derive(Debug)]
@@ -105,7 +105,7 @@ pub struct KsmWorker {
     wake: Waker,
     jobs: Option<SyncSender<Job>>,
     scans: Option<SyncSender<ScanJob>>,
-    told: Shared,
+    results: Shared,
     sent: Option<(KsmdOrder, Instant)>,
     dial: Arc<Dial>,
 }
@@ -114,9 +114,9 @@ impl KsmWorker {
     /// `note`: where what KSM's knobs were is written down. `wake` is used when something
     /// has come to its end.
     pub fn new(root: Root, note: PathBuf, settings: KsmSettings, wake: Waker) -> KsmWorker {
-        let (jobs, scans, told) = (None, None, Shared::default());
+        let (jobs, scans, results) = (None, None, Shared::default());
         let dial = Arc::new(Dial::new(0.0));
-        KsmWorker { root, note, settings, wake, jobs, scans, told, sent: None, dial }
+        KsmWorker { root, note, settings, wake, jobs, scans, results, sent: None, dial }
     }
 
     /// The share of a core that a scan may use from now on, also one that is under way.
@@ -134,8 +134,8 @@ impl KsmWorker {
 
     /// Has a VM's mappings looked at, unless that is under way.
     pub fn look(&mut self, vm: VmId) {
-        if lock(&self.told).looking.insert(vm) && !self.send(Job::Look(vm)) {
-            lock(&self.told).looking.remove(&vm);
+        if lock(&self.results).looking.insert(vm) && !self.send(Job::Look(vm)) {
+            lock(&self.results).looking.remove(&vm);
         }
     }
 
@@ -158,29 +158,30 @@ impl KsmWorker {
         let reading = vms.iter().map(|(id, ..)| *id).collect();
         let job = ScanJob { vms, agents, glance, threads, dial, bytes_per_second };
         let scans = self.scans.get_or_insert_with(|| {
-            let (root, told, wake) = (self.root.clone(), self.told.clone(), self.wake.clone());
-            worker("merge-scan", 1, move |jobs| scan(&root, &jobs, &told, &wake))
+            let (root, results, wake) =
+                (self.root.clone(), self.results.clone(), self.wake.clone());
+            worker("merge-scan", 1, move |jobs| scan(&root, &jobs, &results, &wake))
         });
-        let mut told = lock(&self.told);
-        if told.scan.busy {
+        let mut results = lock(&self.results);
+        if results.scan.busy {
             return;
         }
         match scans.try_send(job) {
-            Ok(()) => (told.scan.busy, told.reading) = (true, reading),
-            Err(e) => told.scan.error = Some(format!("cannot be ordered: {e}")),
+            Ok(()) => (results.scan.busy, results.reading) = (true, reading),
+            Err(e) => results.scan.error = Some(format!("cannot be ordered: {e}")),
         }
     }
 
     /// What is known. The threads wait as long as it is held.
-    pub fn told(&self) -> MutexGuard<'_, Told> {
-        lock(&self.told)
+    pub fn results(&self) -> MutexGuard<'_, WorkerResults> {
+        lock(&self.results)
     }
 
     pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
-        let mut told = lock(&self.told);
-        told.looks.retain(|id, _| alive(id));
-        told.found.retain(|id, _| alive(id));
-        told.ranges.retain(|id, _| alive(id));
+        let mut results = lock(&self.results);
+        results.looks.retain(|id, _| alive(id));
+        results.found.retain(|id, _| alive(id));
+        results.ranges.retain(|id, _| alive(id));
     }
 
     pub fn release(&mut self, patience: Duration) -> Result<(), String> {
@@ -197,10 +198,10 @@ impl KsmWorker {
 
     fn send(&mut self, job: Job) -> bool {
         let jobs = self.jobs.get_or_insert_with(|| {
-            let (note, told) = (self.note.clone(), self.told.clone());
+            let (note, results) = (self.note.clone(), self.results.clone());
             let keeper =
                 KsmdThrottle::new(self.root.clone(), note, self.settings, self.wake.clone());
-            worker("ksm", WAITING, move |jobs| work(keeper, &jobs, &told))
+            worker("ksm", WAITING, move |jobs| work(keeper, &jobs, &results))
         });
         jobs.try_send(job).is_ok()
     }
@@ -217,7 +218,7 @@ fn alike(a: &KsmdOrder, b: &KsmdOrder) -> bool {
     }
 }
 
-fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, told: &Mutex<Told>) {
+fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, results: &Mutex<WorkerResults>) {
     loop {
         let job = match keeper.pause() {
             None => jobs.recv().ok(),
@@ -225,7 +226,7 @@ fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, told: &Mutex<Told>) {
                 Ok(job) => Some(job),
                 Err(RecvTimeoutError::Disconnected) => None,
                 Err(RecvTimeoutError::Timeout) => {
-                    keeper.keep().err().into_iter().for_each(|e| lock(told).knobs = Some(e));
+                    keeper.keep().err().into_iter().for_each(|e| lock(results).knobs = Some(e));
                     continue;
                 }
             },
@@ -234,13 +235,13 @@ fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, told: &Mutex<Told>) {
         match job {
             Job::Order(order) => {
                 let done = keeper.order(&order);
-                lock(told).knobs = done.err();
+                lock(results).knobs = done.err();
             }
             Job::Look(vm) => {
                 let look = look(&keeper.root, vm);
-                let mut told = lock(told);
-                told.looking.remove(&vm);
-                told.looks.insert(vm, look);
+                let mut results = lock(results);
+                results.looking.remove(&vm);
+                results.looks.insert(vm, look);
             }
             Job::Release(done) => {
                 let _ = done.send(keeper.release());
@@ -249,21 +250,27 @@ fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, told: &Mutex<Told>) {
     }
 }
 
-fn look(root: &Root, vm: VmId) -> Look {
+fn look(root: &Root, vm: VmId) -> MappingsLook {
     let (begun, at, used) = (Instant::now(), LinuxHost::now(), thread_cpu());
     let seen = ksm_state(root, vm).map_err(|e| e.to_string());
     let merged = seen.as_ref().map_or(Bytes::ZERO, |m| m.merged);
-    Look { begun, at, took: thread_cpu().saturating_sub(used), open: seen.map(|m| m.open), merged }
+    MappingsLook {
+        begun,
+        at,
+        took: thread_cpu().saturating_sub(used),
+        open: seen.map(|m| m.open),
+        merged,
+    }
 }
 
-fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker) {
+fn scan(root: &Root, jobs: &Receiver<ScanJob>, results: &Mutex<WorkerResults>, wake: &Waker) {
     let mut scanner = None;
     let mut last: Vec<Target> = Vec::new();
     while let Ok(job) = jobs.recv() {
         if scanner.is_none() {
             match Scanner::new(root.clone()) {
                 Ok(new) => scanner = Some(new),
-                Err(e) => lock(told).scan.error = Some(format!("no random bytes: {e}")),
+                Err(e) => lock(results).scan.error = Some(format!("no random bytes: {e}")),
             }
         }
         if let Some(scanner) = &mut scanner {
@@ -272,17 +279,17 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, told: &Mutex<Told>, wake: &Waker)
                 job.agents.keys().for_each(|id| lift(root, *id));
             }
             match job.glance {
-                true => glance(scanner, &last, &job, told),
+                true => glance(scanner, &last, &job, results),
                 false => {
-                    last = carry_out(root, scanner, &job, told);
+                    last = carry_out(root, scanner, &job, results);
                     give_back();
                 }
             }
         }
         {
-            let mut told = lock(told);
-            told.scan.busy = false;
-            told.reading.clear();
+            let mut results = lock(results);
+            results.scan.busy = false;
+            results.reading.clear();
         }
         wake.wake();
     }
@@ -296,26 +303,26 @@ fn options(job: &ScanJob) -> Options {
 
 /// Looks whether pages are as the last scan saw them; what it found of where they are
 /// is used again, since to read that costs more than the look.
-fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, told: &Mutex<Told>) {
+fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, results: &Mutex<WorkerResults>) {
     // What was opened since may be merged by now.
     let target = |t: &Target| {
         let mut open = t.open.clone();
-        if let Some((ranges, _)) = lock(told).ranges.get(&t.id) {
+        if let Some((ranges, _)) = lock(results).ranges.get(&t.id) {
             open.extend(ranges);
         }
         Target { merged: united(open), ..t.clone() }
     };
     let targets: Vec<Target> = last.iter().map(target).collect();
-    let salt = lock(told).scan.looks + 1;
+    let salt = lock(results).scan.looks + 1;
     let (one_in, changes, threads) = (GLANCE_ONE_IN, Changes::Look, Some(1));
     let scan = scanner.scan(&targets, &Options { threads, one_in, salt, changes, ..options(job) });
     let changed: u64 = scan.vms.iter().map(|v| v.pages.changed).sum();
-    let told = &mut lock(told).scan;
-    told.looks = salt;
-    told.looks_since += 1;
-    told.changed = Some(Bytes::pages(changed * u64::from(one_in)));
-    told.at = LinuxHost::now();
-    told.cpu_s += scan.cpu.as_secs_f64();
+    let sample = &mut lock(results).scan;
+    sample.looks = salt;
+    sample.looks_since += 1;
+    sample.changed = Some(Bytes::pages(changed * u64::from(one_in)));
+    sample.at = LinuxHost::now();
+    sample.cpu_s += scan.cpu.as_secs_f64();
 }
 
 /// All of these places, sorted and apart.
@@ -331,7 +338,12 @@ fn united(mut ranges: Vec<Range>) -> Vec<Range> {
     ranges
 }
 
-fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Told>) -> Vec<Target> {
+fn carry_out(
+    root: &Root,
+    scanner: &mut Scanner,
+    job: &ScanJob,
+    results: &Mutex<WorkerResults>,
+) -> Vec<Target> {
     let look = |(id, name, group): &(VmId, String, String)| {
         Found::look(root, *id, name, group).ok().flatten()
     };
@@ -351,24 +363,24 @@ fn carry_out(root: &Root, scanner: &mut Scanner, job: &ScanJob, told: &Mutex<Tol
         }
     });
     let found = candidates(&scan, one_in);
-    let mut told = lock(told);
+    let mut results = lock(results);
     // A sample does not tell where duplicates lie.
     if one_in == 1 {
-        told.ranges = worth_opening(&scan);
+        results.ranges = worth_opening(&scan);
     }
-    told.found = found;
-    told.scan = ScanSample {
-        number: told.scan.number + 1,
+    results.found = found;
+    results.scan = ScanSample {
+        number: results.scan.number + 1,
         busy: true,
         at: LinuxHost::now(),
         seconds: scan.time.as_secs_f64(),
-        cpu_s: told.scan.cpu_s + scan.cpu.as_secs_f64(),
+        cpu_s: results.scan.cpu_s + scan.cpu.as_secs_f64(),
         read: scan.read,
         by_agents: scan.by_agents,
         by_lines: scan.by_lines,
         table: scan.table,
         one_in,
-        looks: told.scan.looks,
+        looks: results.scan.looks,
         looks_since: 0,
         changed: None,
         error: refused,
@@ -470,7 +482,7 @@ mod tests {
         );
         let vm = VmId { pid: 4_000_000, start: 1 };
         merger.look(vm);
-        let look = within(|| merger.told().looks.get(&vm).cloned());
+        let look = within(|| merger.results().looks.get(&vm).cloned());
         assert!(look.open.unwrap_err().contains("has ended"));
         let order = ScanOrder {
             vms: vec![(vm, "g".into())],
@@ -482,12 +494,12 @@ mod tests {
         };
         merger.scan(&order, |_| Some(("a".into(), None)));
         let scan = within(|| {
-            let scan = merger.told().scan.clone();
+            let scan = merger.results().scan.clone();
             (scan.number == 1 && !scan.busy).then_some(scan)
         });
-        assert_eq!((scan.read, merger.told().found.get(&vm)), (Bytes::ZERO, None));
+        assert_eq!((scan.read, merger.results().found.get(&vm)), (Bytes::ZERO, None));
         merger.keep(|_| false);
-        assert!(merger.told().looks.is_empty());
+        assert!(merger.results().looks.is_empty());
     }
 
     #[test]

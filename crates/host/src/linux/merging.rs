@@ -34,14 +34,14 @@ impl LinuxHost {
                 Err(why) => vm.merging.error = Some(why),
             }
         }
-        let told = merger.told();
-        let scans = told.scan.number;
+        let results = merger.results();
+        let scans = results.scan.number;
         for (id, vm) in &mut self.vms {
             let Some(agent) = &mut vm.agent else { continue };
             let (open, scans) = match () {
                 () if plan.kept.contains(id) => continue,
                 // Before the first scan what is open stays so.
-                () if plan.ranged.contains(id) => match told.ranges.get(id) {
+                () if plan.ranged.contains(id) => match results.ranges.get(id) {
                     Some((open, _)) => (open.as_slice(), scans),
                     None => continue,
                 },
@@ -55,7 +55,7 @@ impl LinuxHost {
                 break;
             }
         }
-        drop(told);
+        drop(results);
         if let Some(scan) = &plan.scan {
             merger.scan(scan, |id| {
                 let vm = self.vms.get_mut(&id)?;
@@ -77,9 +77,9 @@ impl LinuxHost {
         self.sample_ksm(sample);
         let Sample { host, vms, problems, .. } = sample;
         let Some(merger) = &mut self.merger else { return };
-        let told = merger.told();
-        let (scan, knobs) = (told.scan.clone(), told.knobs.clone());
-        drop(told);
+        let results = merger.results();
+        let (scan, knobs) = (results.scan.clone(), results.knobs.clone());
+        drop(results);
         let refused = scan.error.clone();
         problems.extend(refused.map(|why| problem(None, "scan for equal pages".into(), why)));
         host.scan = Some(scan);
@@ -91,12 +91,13 @@ impl LinuxHost {
             let (Some(vm), Some(part)) = (self.vms.get_mut(&sample.id), &mut sample.merge) else {
                 continue;
             };
-            let told = merger.told();
-            let (look, found) = (told.looks.get(&sample.id).cloned(), told.found.get(&sample.id));
+            let results = merger.results();
+            let (look, found) =
+                (results.looks.get(&sample.id).cloned(), results.found.get(&sample.id));
             // By ranges, only what lies in them is to be had.
-            let ranged = vm.agent.as_ref().and_then(|_| told.ranges.get(&sample.id));
+            let ranged = vm.agent.as_ref().and_then(|_| results.ranges.get(&sample.id));
             part.found = ranged.map(|(_, found)| found).or(found).copied();
-            drop(told);
+            drop(results);
             vm.go_on_merging(look.as_ref());
             if steer && vm.decide_look(look.as_ref(), copied, part.stat.merging_pages, working) {
                 merger.look(sample.id);

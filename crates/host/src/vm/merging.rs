@@ -11,7 +11,7 @@ use ebb_core::units::Bytes;
 use serde_json::json;
 
 use super::Vm;
-use crate::act::ksm_worker::Look;
+use crate::act::ksm_worker::MappingsLook;
 use crate::act::vm_mergeable::{MergeableError, PATIENCE, parse_backends};
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
@@ -37,7 +37,7 @@ impl Vm {
         self.merging = merging;
     }
 
-    pub fn go_on_merging(&mut self, look: Option<&Look>) {
+    pub fn go_on_merging(&mut self, look: Option<&MappingsLook>) {
         let client = self.client.as_mut().filter(|c| c.takes_late());
         self.merging.go_on(client, look);
         self.client.iter_mut().for_each(Client::flush);
@@ -48,7 +48,7 @@ impl Vm {
     /// `working`: `ksmd` is at it.
     pub fn decide_look(
         &mut self,
-        look: Option<&Look>,
+        look: Option<&MappingsLook>,
         copied: Option<u64>,
         merged: Option<u64>,
         working: bool,
@@ -141,7 +141,7 @@ impl MergeLink {
     }
 
     /// Takes what is there and goes on.
-    pub fn go_on(&mut self, client: Option<&mut Client>, look: Option<&Look>) {
+    pub fn go_on(&mut self, client: Option<&mut Client>, look: Option<&MappingsLook>) {
         let Some(mut order) = self.under_way.take() else { return };
         let Some(client) = client else {
             return self.error = Some("the QMP connection was lost meanwhile".into());
@@ -165,7 +165,11 @@ impl UnderWay {
     }
 
     /// Whether it is done.
-    fn go_on(&mut self, client: &mut Client, look: Option<&Look>) -> Result<bool, MergeableError> {
+    fn go_on(
+        &mut self,
+        client: &mut Client,
+        look: Option<&MappingsLook>,
+    ) -> Result<bool, MergeableError> {
         match &mut self.step {
             Step::Listing(id) => {
                 let Some(said) = client.take_reply(*id) else { return Ok(false) };
@@ -275,7 +279,7 @@ mod tests {
         let peer = std::thread::spawn(move || qemu(listener, theirs, does));
         let mut client = Client::connect(&path, Duration::from_secs(20)).unwrap();
         // From before: what it says of now does not count.
-        let look = |open| Look {
+        let look = |open| MappingsLook {
             begun: Instant::now(),
             at: Stamp(0),
             took: Duration::ZERO,
