@@ -89,8 +89,8 @@ pub struct ScanOrder {
     /// The VMs, with their share groups.
     pub vms: Vec<(VmId, String)>,
     /// Reads a few pages only, to compare them with the last scan.
-    #[serde(default)]
-    pub glance: bool,
+    #[serde(default, rename = "glance")]
+    pub spot_check: bool,
     /// Cores that all threads together may use, until another tick says otherwise.
     pub cores: f64,
     /// Threads, enough for a host that becomes short of memory before the scan ends.

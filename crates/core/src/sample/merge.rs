@@ -90,7 +90,7 @@ pub struct ScanSample {
     pub at: Stamp,
     /// How long it took, pauses included.
     pub seconds: f64,
-    /// CPU time of all of them, and of all looks.
+    /// CPU time of all of them, and of all spot checks.
     pub cpu_s: f64,
     /// Memory that the last one went through.
     pub read: Bytes,
@@ -102,11 +102,13 @@ pub struct ScanSample {
     pub table: Bytes,
     /// It read one of this many pieces.
     pub one_in: u32,
-    /// Looks at a few pages, to see whether they are as the last scan saw them.
-    pub looks: u64,
+    /// Spot checks: a few pages were read, to see whether they are as the last scan saw them.
+    #[serde(rename = "looks")]
+    pub spot_checks: u64,
     /// Of those, since the last scan.
-    pub looks_since: u32,
-    /// What has changed since the last scan, as the last look estimates it.
+    #[serde(rename = "looks_since")]
+    pub spot_checks_since: u32,
+    /// What has changed since the last scan, as the last spot check estimates it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changed: Option<Bytes>,
     /// Why there was none.

@@ -38,8 +38,8 @@ const WAITING: usize = 1024;
 const REPEAT: Duration = Duration::from_secs(5);
 /// Tables of this size suffice to estimate the share of duplicates in 20 GiB.
 const SAMPLED: Bytes = Bytes::mib(96);
-/// A look reads one of this many pieces of 16 KiB: of 16 MiB that have changed, four.
-const GLANCE_ONE_IN: u32 = 256;
+/// A spot check reads one of this many pieces of 16 KiB: of 16 MiB that have changed, four.
+const SPOT_CHECK_ONE_IN: u32 = 256;
 
 /// What a look into a VM's mappings showed.
 #[derive(Clone, Debug)]
@@ -69,7 +69,7 @@ struct ScanJob {
     vms: Vec<(VmId, String, String)>,
     /// Those that hash their VM's pages.
     agents: HashMap<VmId, Arc<HashLink>>,
-    glance: bool,
+    spot_check: bool,
     threads: usize,
     dial: Arc<Dial>,
     bytes_per_second: f64,
@@ -153,10 +153,10 @@ impl KsmWorker {
             agents.extend(agent.map(|a| (*id, a)));
         }
         self.pace(order.cores);
-        let (glance, bytes_per_second) = (order.glance, order.bytes_per_second);
+        let (spot_check, bytes_per_second) = (order.spot_check, order.bytes_per_second);
         let (threads, dial) = (order.threads as usize, Arc::clone(&self.dial));
         let reading = vms.iter().map(|(id, ..)| *id).collect();
-        let job = ScanJob { vms, agents, glance, threads, dial, bytes_per_second };
+        let job = ScanJob { vms, agents, spot_check, threads, dial, bytes_per_second };
         let scans = self.scans.get_or_insert_with(|| {
             let (root, results, wake) =
                 (self.root.clone(), self.results.clone(), self.wake.clone());
@@ -278,8 +278,8 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, results: &Mutex<WorkerResults>, w
             if !job.dial.is_gentle() {
                 job.agents.keys().for_each(|id| lift(root, *id));
             }
-            match job.glance {
-                true => glance(scanner, &last, &job, results),
+            match job.spot_check {
+                true => spot_check(scanner, &last, &job, results),
                 false => {
                     last = carry_out(root, scanner, &job, results);
                     give_back();
@@ -302,8 +302,13 @@ fn options(job: &ScanJob) -> Options {
 }
 
 /// Looks whether pages are as the last scan saw them; what it found of where they are
-/// is used again, since to read that costs more than the look.
-fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, results: &Mutex<WorkerResults>) {
+/// is used again, since to read that costs more than the check.
+fn spot_check(
+    scanner: &mut Scanner,
+    last: &[Target],
+    job: &ScanJob,
+    results: &Mutex<WorkerResults>,
+) {
     // What was opened since may be merged by now.
     let target = |t: &Target| {
         let mut open = t.open.clone();
@@ -313,13 +318,13 @@ fn glance(scanner: &mut Scanner, last: &[Target], job: &ScanJob, results: &Mutex
         Target { merged: united(open), ..t.clone() }
     };
     let targets: Vec<Target> = last.iter().map(target).collect();
-    let salt = lock(results).scan.looks + 1;
-    let (one_in, changes, threads) = (GLANCE_ONE_IN, Changes::Look, Some(1));
+    let salt = lock(results).scan.spot_checks + 1;
+    let (one_in, changes, threads) = (SPOT_CHECK_ONE_IN, Changes::SpotCheck, Some(1));
     let scan = scanner.scan(&targets, &Options { threads, one_in, salt, changes, ..options(job) });
     let changed: u64 = scan.vms.iter().map(|v| v.pages.changed).sum();
     let sample = &mut lock(results).scan;
-    sample.looks = salt;
-    sample.looks_since += 1;
+    sample.spot_checks = salt;
+    sample.spot_checks_since += 1;
     sample.changed = Some(Bytes::pages(changed * u64::from(one_in)));
     sample.at = LinuxHost::now();
     sample.cpu_s += scan.cpu.as_secs_f64();
@@ -380,8 +385,8 @@ fn carry_out(
         by_lines: scan.by_lines,
         table: scan.table,
         one_in,
-        looks: results.scan.looks,
-        looks_since: 0,
+        spot_checks: results.scan.spot_checks,
+        spot_checks_since: 0,
         changed: None,
         error: refused,
     };
@@ -486,7 +491,7 @@ mod tests {
         assert!(look.open.unwrap_err().contains("has ended"));
         let order = ScanOrder {
             vms: vec![(vm, "g".into())],
-            glance: false,
+            spot_check: false,
             cores: 1.0,
             threads: 1,
             bytes_per_second: 1e9,

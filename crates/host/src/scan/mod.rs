@@ -137,7 +137,7 @@ pub enum Changes {
     Note,
     /// Tells only how many have changed since that was noted; counts and notes nothing.
     /// Its pieces are of 16 KiB, and others are not even listed.
-    Look,
+    SpotCheck,
 }
 
 #[derive(Clone, Debug)]
@@ -156,8 +156,8 @@ pub struct Options {
     /// What is done about pages that are not as this scanner saw them last.
     pub changes: Changes,
     /// Agents read four lines of each page first, and whole only pages that have a duplicate by
-    /// those. What pages are is noted by their lines then, and looked at so; nothing else
-    /// differs. For [`Changes::Note`] of all, and [`Changes::Look`].
+    /// those. What pages are is noted by their lines then, and checked by them; nothing else
+    /// differs. For [`Changes::Note`] of all, and [`Changes::SpotCheck`].
     pub filter: bool,
     /// How pages are listed; `None`: the best that the kernel has.
     pub listing: Option<Listing>,

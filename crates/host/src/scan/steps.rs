@@ -20,7 +20,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use rustix::io::Errno;
 
-use self::windows::{GENTLE_WINDOW, GLANCE_WINDOW, PIECE, SAMPLE, WINDOW, Windows};
+use self::windows::{GENTLE_WINDOW, PIECE, SAMPLE, SPOT_CHECK_WINDOW, WINDOW, Windows};
 use super::agents::HashLink;
 use super::duplicate_filter::{DuplicateFilter, PageSet};
 use super::page_hashes::PageHashes;
@@ -180,7 +180,7 @@ impl<'a> Job<'a> {
     fn go_over(&mut self, round: Round, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) {
         let size = if self.pace.is_gentle() { GENTLE_WINDOW } else { WINDOW };
         let windows = |t: &Target| match (self.agents.get(&t.id), self.options.changes) {
-            (Some(agent), Changes::Look) => Windows::of(t, agent.ram(), GLANCE_WINDOW),
+            (Some(agent), Changes::SpotCheck) => Windows::of(t, agent.ram(), SPOT_CHECK_WINDOW),
             (agent, _) => Windows::of(t, agent.map_or(&[][..], |a| a.ram()), size),
         };
         self.windows = self.targets.iter().map(windows).collect();
@@ -284,10 +284,10 @@ impl Worker<'_, '_> {
     fn window(&mut self, window: Range) -> Result<()> {
         let (job, vm) = (self.job, self.vm);
         let target = &job.targets[vm];
-        let look = job.options.changes == Changes::Look;
-        if look && let Some(agent) = job.agent(vm, window) {
+        let spot_check = job.options.changes == Changes::SpotCheck;
+        if spot_check && let Some(agent) = job.agent(vm, window) {
             // It lists pages itself, and pins none.
-            let pieces = job.glances(vm, window);
+            let pieces = job.spot_check_pieces(vm, window);
             // What it leaves out when it fails others will look at.
             return self.ask(agent, &pieces, false).map(drop);
         }
@@ -302,12 +302,12 @@ impl Worker<'_, '_> {
         let Some((_, walker)) = self.walker.as_mut() else { return Ok(()) };
         let mut runs = std::mem::take(&mut self.runs);
         runs.clear();
-        let chosen = if look { job.glances(vm, window) } else { vec![window] };
+        let chosen = if spot_check { job.spot_check_pieces(vm, window) } else { vec![window] };
         for part in chosen {
             self.pages.merged += walker.runs(part, &target.merged, &job.listed, &mut runs)?;
         }
         self.pages.held += runs.pages();
-        if job.options.one_in > 1 && !look {
+        if job.options.one_in > 1 && !spot_check {
             let sample = |runs: &[Range]| job.sample(vm, runs, SAMPLE);
             runs = Runs { own: sample(&runs.own), shared: sample(&runs.shared) };
         }

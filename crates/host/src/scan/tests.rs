@@ -248,7 +248,7 @@ fn a_look_at_a_few_pages_tells_how_much_has_changed_since_the_last_scan() {
     assert_eq!(found(&noted.split), truth(&[(0, "a"), (1, "a")]), "all of it counts");
     let mut look = |salt| {
         let options = Options {
-            changes: Changes::Look,
+            changes: Changes::SpotCheck,
             one_in: 4,
             salt,
             threads: Some(1),
@@ -270,7 +270,7 @@ fn a_look_at_a_few_pages_tells_how_much_has_changed_since_the_last_scan() {
     let looks: Vec<_> = (0..20).map(&mut look).collect();
     assert!(looks.iter().all(|(a, _)| a.changed == 0));
     let (changed, read) = looks.iter().fold((0, 0), |(c, r), (_, b)| (c + b.changed, r + b.read));
-    // A look changes nothing of what is known: a quarter, each time.
+    // A spot check changes nothing of what is known: a quarter, each time.
     let share = changed as f64 / read as f64;
     assert!((0.22..0.28).contains(&share), "{share}");
 }

@@ -259,7 +259,7 @@ fn details(
     for salt in 1..=trial.rounds(5) as u64 {
         let s = scanner.scan(targets, &kind);
         again.push(s.cpu.as_secs_f64() / held);
-        let look = Options { one_in: 256, salt, changes: Changes::Look, ..kind.clone() };
+        let look = Options { one_in: 256, salt, changes: Changes::SpotCheck, ..kind.clone() };
         let look = scanner.scan(targets, &look);
         let changed: u64 = look.vms.iter().map(|v| v.pages.changed).sum();
         ensure!(look.read > Bytes::ZERO && changed == 0, "{changed} pages of a paused VM changed");

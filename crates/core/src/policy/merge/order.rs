@@ -38,9 +38,9 @@ const YOUNG_MS: u64 = 60_000;
 const YOUNG_SHORT_MS: u64 = 10_000;
 /// Scans that found next to nothing double the time to the next one, this often at most.
 const LEAN_MOST: u32 = 3;
-/// After this many looks at a few pages all is scanned again, whatever they saw.
-const LOOKS_MOST: u32 = 7;
-/// A look that finds this much changed has all scanned again.
+/// After this many spot checks all is scanned again, whatever they saw.
+const SPOT_CHECKS_MOST: u32 = 7;
+/// A spot check that finds this much changed has all scanned again.
 const CHANGED: Bytes = Bytes::mib(8);
 /// Most that a scan reads in a second.
 const SCAN_RATE: f64 = 2e9;
@@ -170,11 +170,11 @@ pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan,
     let settings = &host.config.settings;
     let cores = settings.share(state);
     plan.scan_cores = host.scan.busy.then_some(cores);
-    if let Some((reason, glance)) = due(model, (host, state), &targets, &next) {
+    if let Some((reason, spot_check)) = due(model, (host, state), &targets, &next) {
         next.scan = Some(model.at);
         plan.scan = Some(ScanOrder {
             vms: targets.iter().map(|(v, _)| (v.id, v.group.clone())).collect(),
-            glance,
+            spot_check,
             cores,
             threads: settings.cores.clamp(1.0, 1024.0).ceil() as u32,
             bytes_per_second: SCAN_RATE,
@@ -476,6 +476,7 @@ fn due(
         _ => every / 2,
     };
     // Of a sample there is nothing to compare with.
-    let glance = scan.number > 0 && scan.one_in == 1 && scan.looks_since < LOOKS_MOST;
-    (since >= wait).then(|| (format!("{} s after the last", since / 1000), glance))
+    let spot_check =
+        scan.number > 0 && scan.one_in == 1 && scan.spot_checks_since < SPOT_CHECKS_MOST;
+    (since >= wait).then(|| (format!("{} s after the last", since / 1000), spot_check))
 }

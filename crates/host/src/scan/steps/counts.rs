@@ -25,7 +25,7 @@ impl Worker<'_, '_> {
         let changes = job.options.changes;
         let tags = job.tags[vm];
         pages.read += 1;
-        if changes == Changes::Look {
+        if changes == Changes::SpotCheck {
             pages.changed += u64::from(!tags.is_some_and(|t| t.still(address, hash)));
             return false;
         }
@@ -57,7 +57,7 @@ impl Worker<'_, '_> {
 
 impl Job<'_> {
     pub fn count(&self, threads: usize) -> Savings {
-        if self.options.changes == Changes::Look {
+        if self.options.changes == Changes::SpotCheck {
             return Savings::new(self.targets.len());
         }
         let ended: Vec<bool> = self.vms.iter().map(|v| v.outcome() == ScanOutcome::Ended).collect();

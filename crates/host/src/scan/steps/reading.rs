@@ -32,8 +32,8 @@ impl<'a> Job<'a> {
 
     /// Whether agents read no more than lines now.
     fn reads_lines(&self) -> bool {
-        let look = self.options.filter && self.options.changes == Changes::Look;
-        look || self.filter.is_some() && self.round == Round::All
+        let spot_check = self.options.filter && self.options.changes == Changes::SpotCheck;
+        spot_check || self.filter.is_some() && self.round == Round::All
     }
 }
 
@@ -64,7 +64,7 @@ impl Worker<'_, '_> {
             if job.round == Round::All {
                 let pages = &mut self.pages;
                 match job.options.changes {
-                    Changes::Look => pages.held += reply.held,
+                    Changes::SpotCheck => pages.held += reply.held,
                     // Not in memory any more.
                     _ => pages.lost += asked - reply.held,
                 }

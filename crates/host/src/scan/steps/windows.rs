@@ -1,5 +1,5 @@
 //! Windows and pieces: into what a VM's RAM is cut for the threads, and which parts of it a
-//! sample or a look reads. How large they are is set here.
+//! sample or a spot check reads. How large they are is set here.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -22,10 +22,10 @@ pub(super) const GENTLE_PIECE: u64 = 64 << 10;
 pub(super) const GENTLE_LINES: u64 = 512 << 10;
 /// What a sample reads at a time.
 pub(super) const SAMPLE: u64 = 64 << 10;
-/// What a look reads at a time.
-const GLANCE: u64 = 16 << 10;
-/// What a thread takes at a time of a look with an agent: a few hundred pieces.
-pub(super) const GLANCE_WINDOW: u64 = 1 << 30;
+/// What a spot check reads at a time.
+const SPOT_CHECK: u64 = 16 << 10;
+/// What a thread takes at a time of a spot check with an agent: a few hundred pieces.
+pub(super) const SPOT_CHECK_WINDOW: u64 = 1 << 30;
 
 /// What of a VM is still to be done.
 pub(super) struct Windows {
@@ -59,15 +59,15 @@ impl Job<'_> {
         runs.iter().flat_map(|run| run.pieces(size)).filter(chosen).collect()
     }
 
-    /// The pieces of a look: one of each stretch, so that all of a stretch cannot change
+    /// The pieces of a spot check: one of each stretch, so that all of a stretch cannot change
     /// unseen.
-    pub(super) fn glances(&self, vm: usize, window: Range) -> Vec<Range> {
-        let stretch = GLANCE * u64::from(self.options.one_in);
+    pub(super) fn spot_check_pieces(&self, vm: usize, window: Range) -> Vec<Range> {
+        let stretch = SPOT_CHECK * u64::from(self.options.one_in);
         let piece = |start: u64| {
             let place = (start / stretch).wrapping_add(self.options.salt << 48);
             let chosen = self.key.mix(vm as u64, place) % u64::from(self.options.one_in);
-            let from = (start + chosen * GLANCE).max(window.start);
-            let end = (start + (chosen + 1) * GLANCE).min(window.end());
+            let from = (start + chosen * SPOT_CHECK).max(window.start);
+            let end = (start + (chosen + 1) * SPOT_CHECK).min(window.end());
             (from < end).then(|| Range { start: from, len: end - from })
         };
         let first = window.start / stretch * stretch;

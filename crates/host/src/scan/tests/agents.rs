@@ -73,9 +73,9 @@ fn agents_find_what_is_there_and_where_one_fails_its_vm_is_read_from_outside() {
             assert_eq!(scan.by_agents, Bytes::pages(by * (PAGES - 64)));
         }
         assert!(scan.by_agents >= Bytes::pages(PAGES - 64));
-        // A look: what the agent noted is what is read from outside, and the other way.
+        // A spot check: what the agent noted is what is read from outside, and the other way.
         let one_in = 4;
-        let look = Options { changes: Changes::Look, one_in, ..Options::default() };
+        let look = Options { changes: Changes::SpotCheck, one_in, ..Options::default() };
         let look = scanner.scan(&all, &look);
         assert!(look.vms.iter().all(|v| v.pages.read > 0 && v.pages.changed == 0));
     }
@@ -112,7 +112,7 @@ fn lines_first_finds_the_same_and_reads_little_of_what_is_alone() {
         let zeros: u64 = scan.vms.iter().map(|v| v.pages.zero).sum();
         assert_eq!(scan.moments.pages as u64, 3 * PAGES - zeros, "all are counted");
         // What lines were noted by is what is looked at, from inside and outside.
-        let (changes, one_in) = (Changes::Look, 4);
+        let (changes, one_in) = (Changes::SpotCheck, 4);
         let look = scanner.scan(&all, &Options { filter, changes, one_in, ..Options::default() });
         assert!(look.vms.iter().all(|v| v.pages.read > 0 && v.pages.changed == 0));
     }

@@ -470,7 +470,7 @@ fn what_is_as_the_last_scan_saw_it_is_only_looked_at() {
         s.host.scan = Some(scan);
         let mut memory = Memory::default();
         memory.merge.scan = Some(Stamp(500));
-        tick(&format!("{ON}scan = \"10s\"\n"), &mut memory, &s).scan.map(|s| s.glance)
+        tick(&format!("{ON}scan = \"10s\"\n"), &mut memory, &s).scan.map(|s| s.spot_check)
     };
     assert_eq!(ordered(&|_| ()), Some(true));
     assert_eq!(ordered(&|s| s.changed = Some(Bytes::mib(7))), Some(true));
@@ -479,7 +479,11 @@ fn what_is_as_the_last_scan_saw_it_is_only_looked_at() {
     let soon = |s: &mut ScanSample| (s.at, s.changed) = (Stamp(899_000), Some(Bytes::mib(9)));
     assert_eq!(ordered(&soon), Some(false));
     assert_eq!(ordered(&|s| s.at = Stamp(899_000)), None);
-    assert_eq!(ordered(&|s| s.looks_since = 7), Some(false), "a look may miss what is small");
+    assert_eq!(
+        ordered(&|s| s.spot_checks_since = 7),
+        Some(false),
+        "a spot check may miss what is small"
+    );
     assert_eq!(ordered(&|s| s.one_in = 4), Some(false));
 }
 
