@@ -61,7 +61,7 @@ impl Key {
     }
 
     /// The same from a whole page.
-    pub fn glance(&self, page: &[u8]) -> u128 {
+    pub fn of_page_lines(&self, page: &[u8]) -> u128 {
         let mut bytes = [0; LINES * LINE];
         for (to, at) in bytes.chunks_exact_mut(LINE).zip(self.lines) {
             page.get(at..at + LINE).into_iter().for_each(|line| to.copy_from_slice(line));
@@ -118,7 +118,7 @@ mod tests {
             let mut other = page.clone();
             other[at] ^= 1;
             let within = lines.iter().any(|l| (*l..l + LINE).contains(&at));
-            assert_eq!(key.glance(&other) != key.glance(&page), within, "{at}");
+            assert_eq!(key.of_page_lines(&other) != key.of_page_lines(&page), within, "{at}");
         }
         let places: std::collections::HashSet<_> = (0..64).map(|s| self::key(s).lines()).collect();
         assert!(places.len() > 60, "{}", places.len());

@@ -96,7 +96,7 @@ fn pages_in_memory_are_hashed_others_are_not_and_stay_where_they_are() {
             let words = guest.memory.words();
             let words = &words[(page * 512) as usize..][..512];
             let bytes: Vec<u8> = words.iter().flat_map(|w| w.load(SeqCst).to_ne_bytes()).collect();
-            let hashes = (key.page(&bytes).unwrap_or(0), key.glance(&bytes));
+            let hashes = (key.page(&bytes).unwrap_or(0), key.of_page_lines(&bytes));
             let want = (!(2100..2200).contains(page)).then_some(hashes);
             let got = found.get(page).copied().zip(lines.get(page).copied());
             assert_eq!(got, want, "{memory:?}: page {page}");

@@ -391,7 +391,7 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
                         let mut page = [0; 4096];
                         memory.read_exact_at(&mut page, number * 4096).unwrap();
                         let want = match lines {
-                            true => key.glance(&page),
+                            true => key.of_page_lines(&page),
                             false => key.page(&page).unwrap_or(0),
                         };
                         assert_eq!(hash, want, "{}: {number:#x}", vm.name());

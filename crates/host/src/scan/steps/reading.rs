@@ -138,7 +138,7 @@ impl Worker<'_, '_> {
                 continue;
             }
             let noted = match job.options.filter {
-                true => job.key.glance(page),
+                true => job.key.of_page_lines(page),
                 false => hash.unwrap_or(0),
             };
             if self.note(address, noted, shared) {

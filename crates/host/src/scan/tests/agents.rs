@@ -44,7 +44,7 @@ fn answer(pid: u32, ask: &HashRequest) -> HashReply {
         let mut bytes = vec![0; range.len as usize];
         read_process(pid, &[range], &mut bytes).unwrap();
         let pages = bytes.chunks_exact(PAGE_LEN).map(|page| match ask.lines {
-            true => key.glance(page),
+            true => key.of_page_lines(page),
             false => key.page(page).unwrap_or(0),
         });
         told.pages.extend((range.start / PAGE..).zip(pages));
