@@ -25,7 +25,8 @@ pub struct ZeroMemory {
     pub waiting: Bytes,
     pub rest_until: Option<Stamp>,
     /// Rounds in a row that brought next to nothing.
-    pub lean: u32,
+    #[serde(rename = "lean")]
+    pub fruitless: u32,
 }
 
 impl ZeroMemory {
@@ -50,17 +51,17 @@ impl ZeroMemory {
         if now.rounds != rounds {
             let (brought, looked) = (now.freed - freed, now.read - read);
             self.round = (now.rounds, now.freed, now.read);
-            let lean = brought < looked.share(LITTLE_SHARE).max(LITTLE);
-            self.rest(at, lean);
+            let fruitless = brought < looked.share(LITTLE_SHARE).max(LITTLE);
+            self.rest(at, fruitless);
         } else if now.error.is_some() && !now.busy && self.rest_until.is_none_or(|t| t <= at) {
             self.rest(at, true);
         }
         gained
     }
 
-    fn rest(&mut self, at: Stamp, lean: bool) {
-        self.lean = if lean { (self.lean + 1).min(16) } else { 0 };
-        self.rest_until = Some(at.plus((REST_MS.0 << self.lean).min(REST_MS.1)));
+    fn rest(&mut self, at: Stamp, fruitless: bool) {
+        self.fruitless = if fruitless { (self.fruitless + 1).min(16) } else { 0 };
+        self.rest_until = Some(at.plus((REST_MS.0 << self.fruitless).min(REST_MS.1)));
     }
 }
 

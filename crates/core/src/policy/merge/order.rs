@@ -37,7 +37,7 @@ const YOUNG_MS: u64 = 60_000;
 /// The same where the host lacks memory: a scan of pages that will change is better than a late one.
 const YOUNG_SHORT_MS: u64 = 10_000;
 /// Scans that found next to nothing double the time to the next one, this often at most.
-const LEAN_MOST: u32 = 3;
+const FRUITLESS_MOST: u32 = 3;
 /// After this many spot checks all is scanned again, whatever they saw.
 const SPOT_CHECKS_MOST: u32 = 7;
 /// A spot check that finds this much changed has all scanned again.
@@ -55,7 +55,8 @@ pub struct MergeMemory {
     /// Scans that were finished when last looked at.
     pub scans: u64,
     /// Scans in a row that found next to nothing.
-    pub lean: u32,
+    #[serde(rename = "lean")]
+    pub fruitless: u32,
     /// What merging saved at the last tick, pages.
     pub saved: u64,
     /// The operator's last request for all VMs.
@@ -124,8 +125,8 @@ impl MergeMemory {
     pub fn observe(&mut self, scans: u64, found: &Candidates) {
         if scans != self.scans {
             self.scans = scans;
-            let lean = found.saves() < LEAST;
-            self.lean = if lean { (self.lean + 1).min(LEAN_MOST) } else { 0 };
+            let fruitless = found.saves() < LEAST;
+            self.fruitless = if fruitless { (self.fruitless + 1).min(FRUITLESS_MOST) } else { 0 };
         }
     }
 }
@@ -472,7 +473,7 @@ fn due(
         return Some((format!("some {changed} have changed since the last"), false));
     }
     let wait = match state {
-        Pressure::Clear => every << memory.lean.min(LEAN_MOST),
+        Pressure::Clear => every << memory.fruitless.min(FRUITLESS_MOST),
         _ => every / 2,
     };
     // Of a sample there is nothing to compare with.
