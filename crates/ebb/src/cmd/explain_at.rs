@@ -50,8 +50,9 @@ impl Window {
     }
 }
 
+/// What a tick says of the VM.
 #[derive(Clone, Debug, Serialize)]
-struct Look {
+struct Moment {
     wall_ms: u64,
     tick: u64,
     actual: Option<Bytes>,
@@ -69,28 +70,28 @@ struct Look {
 /// Prints it; `true` where there is something about that time.
 pub fn main(socket: &str, name: &str, at: &str, record: Option<&str>, json: bool) -> Result<bool> {
     let window = Window::parse(at)?;
-    let looks = match record {
+    let all = match record {
         Some(path) => {
             let file = File::open(path).with_context(|| format!("cannot read {path}"))?;
             read(BufReader::new(file), name).with_context(|| path.to_string())?
         }
         None => read(&daemon_client::record(socket)?[..], name)?,
     };
-    let mut told = moments(&looks, window);
+    let mut told = moments(&all, window);
     if told.is_empty() && record.is_none() {
         let decisions: Vec<Decision> = daemon_client::get_json(socket, "/v1/decisions")?;
         let own = decisions.into_iter().filter(|d| d.action.name == name);
         told = own.filter(|d| window.holds(d.wall_ms)).map(from_list).collect();
     }
     emit_as(json, &told, || match told.is_empty() {
-        true => Ok(nothing(name, at, &looks)),
+        true => Ok(nothing(name, at, &all)),
         false => Ok(told.iter().map(text).collect()),
     })?;
     Ok(!told.is_empty())
 }
 
-fn nothing(name: &str, at: &str, looks: &[Look]) -> String {
-    match (looks.first(), looks.last()) {
+fn nothing(name: &str, at: &str, all: &[Moment]) -> String {
+    match (all.first(), all.last()) {
         (Some(first), Some(last)) => format!(
             "nothing is known of {name} at {at}: the record has it from {} to {}\n",
             clock(first.wall_ms),
@@ -101,13 +102,13 @@ fn nothing(name: &str, at: &str, looks: &[Look]) -> String {
 }
 
 /// Decides the record again; all that it says of one VM.
-fn read(input: impl BufRead, name: &str) -> Result<Vec<Look>> {
-    let mut looks = Vec::new();
-    recorder::replay(input, |engine, tick| looks.extend(look(engine, tick, name)))?;
-    Ok(looks)
+fn read(input: impl BufRead, name: &str) -> Result<Vec<Moment>> {
+    let mut all = Vec::new();
+    recorder::replay(input, |engine, tick| all.extend(moment(engine, tick, name)))?;
+    Ok(all)
 }
 
-fn look(engine: &mut Engine, recorded: &Tick, name: &str) -> Option<Look> {
+fn moment(engine: &mut Engine, recorded: &Tick, name: &str) -> Option<Moment> {
     let (_, model) = engine.replay(recorded);
     let vm = model.vms.iter().find(|v| v.name == name)?;
     let action = recorded.plan.actions.iter().find(|a| a.vm == vm.id);
@@ -119,7 +120,7 @@ fn look(engine: &mut Engine, recorded: &Tick, name: &str) -> Option<Look> {
         (Some(_), Some(o)) => o.error.clone(),
         (Some(_), None) => Some("no outcome".into()),
     };
-    Some(Look {
+    Some(Moment {
         wall_ms: recorded.sample.wall_ms,
         tick: recorded.number,
         actual: vm.actual,
@@ -138,24 +139,24 @@ fn look(engine: &mut Engine, recorded: &Tick, name: &str) -> Option<Look> {
 }
 
 /// Orders in the window; without any, why there was none, each reason once.
-fn moments(looks: &[Look], window: Window) -> Vec<Look> {
-    let inside: Vec<usize> = (0..looks.len()).filter(|i| window.holds(looks[*i].wall_ms)).collect();
-    let orders: Vec<usize> = inside.iter().copied().filter(|i| looks[*i].to.is_some()).collect();
-    let moment = |i: &usize| Look { result: result(looks, *i), ..looks[*i].clone() };
+fn moments(all: &[Moment], window: Window) -> Vec<Moment> {
+    let inside: Vec<usize> = (0..all.len()).filter(|i| window.holds(all[*i].wall_ms)).collect();
+    let orders: Vec<usize> = inside.iter().copied().filter(|i| all[*i].to.is_some()).collect();
+    let with_result = |i: &usize| Moment { result: result(all, *i), ..all[*i].clone() };
     if !orders.is_empty() {
-        return orders.iter().map(moment).collect();
+        return orders.iter().map(with_result).collect();
     }
-    let words = |i: usize| looks[i].rule.split(|c: char| c.is_ascii_digit()).collect::<String>();
+    let words = |i: usize| all[i].rule.split(|c: char| c.is_ascii_digit()).collect::<String>();
     let fresh = |at: usize| at == 0 || words(inside[at]) != words(inside[at - 1]);
-    (0..inside.len()).filter(|at| fresh(*at)).map(|at| moment(&inside[at])).collect()
+    (0..inside.len()).filter(|at| fresh(*at)).map(|at| with_result(&inside[at])).collect()
 }
 
 /// The result of the order at `i`: until the next one, thirty seconds at most.
-fn result(looks: &[Look], i: usize) -> Option<String> {
-    let order = looks[i].to?;
-    let later = looks[i + 1..]
+fn result(all: &[Moment], i: usize) -> Option<String> {
+    let order = all[i].to?;
+    let later = all[i + 1..]
         .iter()
-        .take_while(|l| l.wall_ms <= looks[i].wall_ms + RESULT_MS && l.tick > looks[i].tick);
+        .take_while(|l| l.wall_ms <= all[i].wall_ms + RESULT_MS && l.tick > all[i].tick);
     let mut last = None;
     for l in later {
         last = Some(l);
@@ -164,19 +165,19 @@ fn result(looks: &[Look], i: usize) -> Option<String> {
         }
     }
     let last = last?;
-    let seconds = (last.wall_ms - looks[i].wall_ms) as f64 / 1000.0;
+    let seconds = (last.wall_ms - all[i].wall_ms) as f64 / 1000.0;
     Some(format!(
         "{seconds:.1} s later its size was {}, resident {} (before: {}, {}); host {}",
         size(last.actual),
         size(last.resident),
-        size(looks[i].actual),
-        size(looks[i].resident),
+        size(all[i].actual),
+        size(all[i].resident),
         last.host
     ))
 }
 
-fn from_list(d: Decision) -> Look {
-    Look {
+fn from_list(d: Decision) -> Moment {
+    Moment {
         wall_ms: d.wall_ms,
         tick: d.tick,
         actual: Some(d.action.from),
@@ -190,7 +191,7 @@ fn from_list(d: Decision) -> Look {
     }
 }
 
-fn text(l: &Look) -> String {
+fn text(l: &Moment) -> String {
     let what = match l.to {
         Some(to) => format!("{} → {to}", size(l.actual)),
         None => format!("stays at {}", size(l.actual)),
@@ -234,10 +235,10 @@ mod tests {
 
     #[test]
     fn why_it_shrank_is_answered_with_inputs_rule_and_result() {
-        let looks = read(&record()[..], "vm0001").unwrap();
-        let shrank = looks.iter().find(|l| l.to.is_some() && l.to < l.actual).unwrap();
+        let all = read(&record()[..], "vm0001").unwrap();
+        let shrank = all.iter().find(|l| l.to.is_some() && l.to < l.actual).unwrap();
         let at = clock(shrank.wall_ms);
-        let told = moments(&looks, Window::parse(&at).unwrap());
+        let told = moments(&all, Window::parse(&at).unwrap());
         let said: String = told.iter().map(text).collect();
         for part in [
             "→",
@@ -256,16 +257,16 @@ mod tests {
 
     #[test]
     fn why_nothing_happened_is_answered_too_each_reason_once() {
-        let looks = read(&record()[..], "vm0001").unwrap();
-        let quiet = looks.iter().find(|l| l.to.is_none()).unwrap();
+        let all = read(&record()[..], "vm0001").unwrap();
+        let quiet = all.iter().find(|l| l.to.is_none()).unwrap();
         let start = quiet.wall_ms % DAY_MS;
-        let told = moments(&looks, Window(start, start + 500));
+        let told = moments(&all, Window(start, start + 500));
         assert_eq!(told.len(), 1);
         assert!(text(&told[0]).contains("stays at"), "{}", text(&told[0]));
         assert!(
-            nothing("vm0001", "12:03", &looks).contains("from 00:16:40Z"),
+            nothing("vm0001", "12:03", &all).contains("from 00:16:40Z"),
             "{}",
-            nothing("vm0001", "12:03", &looks)
+            nothing("vm0001", "12:03", &all)
         );
         assert!(nothing("x", "12:03", &[]).contains("does not have a VM “x”"));
     }
