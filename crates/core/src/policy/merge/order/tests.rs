@@ -489,13 +489,13 @@ fn what_is_as_the_last_scan_saw_it_is_only_looked_at() {
 
 /// A host that only tells what was seen, and notes what was to be done.
 #[derive(Default)]
-struct Told {
+struct SampledHost {
     samples: VecDeque<Sample>,
     done: Vec<MergePlan>,
     unwritable: bool,
 }
 
-impl Host for Told {
+impl Host for SampledHost {
     fn now(&self) -> Stamp {
         Stamp(0)
     }
@@ -527,7 +527,7 @@ fn ticks(dry_run: bool, unwritable: bool) -> (Vec<Tick>, Vec<MergePlan>) {
         s.host.ksm.as_mut().unwrap().full_scans = 3 * i;
         s
     });
-    let mut host = Told { samples: samples.collect(), unwritable, ..Told::default() };
+    let mut host = SampledHost { samples: samples.collect(), unwritable, ..SampledHost::default() };
     let mut engine = Engine::new(Config::parse("f", ON).unwrap(), dry_run);
     let ticks = (0..5).map(|_| engine.step(&mut host).0).collect();
     (ticks, host.done)
