@@ -392,8 +392,8 @@ impl Attached {
         faults: Faults,
     ) -> Result<Attached, String> {
         let system = |e: std::io::Error| format!("cannot start the fault handler: {e}");
-        let doors = if faults.no_doors() { None } else { DeviceWatch::watch().ok() };
-        let guard = Arc::new(Guard::new(uffd, doors).map_err(system)?);
+        let device_watch = if faults.no_device_watch() { None } else { DeviceWatch::watch().ok() };
+        let guard = Arc::new(Guard::new(uffd, device_watch).map_err(system)?);
         let watch = Watch::start(Arc::clone(&guard)).map_err(system)?;
         let turns = match faults.no_turns() {
             true => None,

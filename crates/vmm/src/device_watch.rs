@@ -35,9 +35,9 @@ impl DeviceWatch {
         let events = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
         let made = WatchFlags::CREATE | WatchFlags::MOVED_TO;
         let dev = inotify::add_watch(&events, "/dev", made)?;
-        let doors = DeviceWatch { events, dev };
-        doors.add_all();
-        Ok(doors)
+        let watch = DeviceWatch { events, dev };
+        watch.add_all();
+        Ok(watch)
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {

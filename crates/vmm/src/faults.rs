@@ -51,7 +51,7 @@ faults! {
     no_beats: "A map is used although its beat stands still.";
     no_self_test: "The kernel does not have to prove that it keeps protection.";
     late_wire: "Of several tripwires the first is not armed.";
-    no_doors: "Wires stay where a device that pins memory may be opened.";
+    no_device_watch: "Tripwires stay where a device that pins memory may be opened.";
     no_flush: "What one pass found waits for a window of the next.";
 }
 

@@ -63,7 +63,7 @@ pub struct Guard {
     /// When the window was opened that is open now, or was last.
     opened: Mutex<Instant>,
     waits: Mutex<Histogram>,
-    doors: Option<DeviceWatch>,
+    device_watch: Option<DeviceWatch>,
     held: Mutex<Option<Instant>>,
     quit: OwnedFd,
 }
@@ -73,12 +73,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Guard {
-    /// Around a userfaultfd; [`Watch::start`] makes it work. Without `doors`, devices that
+    /// Around a userfaultfd; [`Watch::start`] makes it work. Without `device_watch`, devices that
     /// pin memory fail to be plugged while a map is in use.
-    pub fn new(uffd: Uffd, doors: Option<DeviceWatch>) -> std::io::Result<Guard> {
+    pub fn new(uffd: Uffd, device_watch: Option<DeviceWatch>) -> std::io::Result<Guard> {
         Ok(Guard {
             uffd,
-            doors,
+            device_watch,
             held: Mutex::new(None),
             window: Mutex::new(()),
             waiting: AtomicU64::new(0),
@@ -218,11 +218,11 @@ impl Guard {
         let mut woken = [(0, None); WOKEN];
         let mut next = 0;
         loop {
-            let doors = self.doors.as_ref().map_or(self.quit.as_fd(), DeviceWatch::fd);
+            let device_fd = self.device_watch.as_ref().map_or(self.quit.as_fd(), DeviceWatch::fd);
             let mut fds = [
                 PollFd::from_borrowed_fd(self.uffd.fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(self.quit.as_fd(), PollFlags::IN),
-                PollFd::from_borrowed_fd(doors, PollFlags::IN),
+                PollFd::from_borrowed_fd(device_fd, PollFlags::IN),
             ];
             match poll(&mut fds, None) {
                 Ok(_) => {}
@@ -232,7 +232,8 @@ impl Guard {
             if !fds[1].revents().is_empty() {
                 return;
             }
-            if !fds[2].revents().is_empty() && self.doors.as_ref().is_some_and(DeviceWatch::opened)
+            if !fds[2].revents().is_empty()
+                && self.device_watch.as_ref().is_some_and(DeviceWatch::opened)
             {
                 self.hold();
             }

@@ -64,7 +64,9 @@ impl Drop for Node {
 
 /// A device that is opened between protection and discard, and one that was before.
 fn a_device_ends_it(node: &Node) {
-    for (faults, held) in [("", true), ("no_doors", true), ("no_doors+no_devices", false)] {
+    for (faults, held) in
+        [("", true), ("no_device_watch", true), ("no_device_watch+no_devices", false)]
+    {
         let faults = match parse(faults) {
             Some(faults) => faults,
             None => continue,
@@ -97,7 +99,7 @@ fn a_device_ends_it(node: &Node) {
 /// The kernel pins memory without waiting for userfaultfd, here as the writer of
 /// `/proc/self/mem`.
 fn wires_are_lifted_where_memory_may_be_pinned(node: &Node, lifts: bool) {
-    let Some(faults) = parse(if lifts { "" } else { "no_doors" }) else { return };
+    let Some(faults) = parse(if lifts { "" } else { "no_device_watch" }) else { return };
     let guest = Guest::new(64, RamKind::Small);
     let (mut agent, beats) = attached(&guest, faults);
     let wires = status(&mut agent, false).wires;
