@@ -398,22 +398,22 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         // Its need is not known: what is owed, or a size that QEMU does not show, to be written.
         let most = if m.resets_often(model.at) { from + Bytes::mib(1) } else { vm.whole };
         let all = most.min(vm.whole).max(from);
-        let urgent = (from + LEAST_GIVEN).min(all);
-        return Wish { bare: from, urgent, well: urgent, comfort: all, good: all, all, ..none };
+        let first = (from + LEAST_GIVEN).min(all);
+        return Wish { bare: from, first, well: first, second: all, third: all, all, ..none };
     }
     let soon = part.map_or(from, |p| p.soon.min(vm.whole).max(from));
-    let good = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
+    let third = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
     if vm.distress.is_empty() {
         // It may need nothing: no other guest is squeezed for it.
-        let all = if is_unseen(vm) { vm.whole.max(good) } else { good };
-        let comfort = if is_unseen(vm) { all } else { soon };
-        return Wish { bare: from, urgent: from, well: soon, comfort, good, all, ..none };
+        let all = if is_unseen(vm) { vm.whole.max(third) } else { third };
+        let second = if is_unseen(vm) { all } else { soon };
+        return Wish { bare: from, first: from, well: soon, second, third, all, ..none };
     }
     let d = Distress::of(model, vm, m);
     // One that is short cannot wait for others.
-    let urgent = d.least().max(d.spoken);
+    let first = d.least().max(d.spoken);
     let mut well = d.must.max(d.spoken + LEAST_GIVEN);
-    let mut good = well.max(good);
+    let mut third = well.max(third);
     if let Some(g) = &vm.guest {
         if d.short {
             // It is likely on its way to what it needed before.
@@ -421,18 +421,18 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         }
         let again = m.last_give.is_some_and(|t| model.at.since(t) < GIVEN_AGAIN_MS);
         let buffers = g.buffer.share(if again { 2.0 } else { 1.0 });
-        good = good.max(g.working_set + buffers);
+        third = third.max(g.working_set + buffers);
     }
     let well = well.max(soon).min(vm.ceiling);
     // How far it goes on is not known: where the host has it, a part of what it may have.
     let more = (actual + vm.ram.unwrap_or(vm.ceiling).share(MORE)).min(vm.whole);
-    let good = well.max(good).max(more).min(vm.ceiling);
-    // Where there is too little for all, what one is given for comfort another has to give.
-    let urgent = urgent.min(vm.ceiling);
-    let most = part.and_then(|p| p.most).map_or(vm.ceiling, |most| most.max(urgent));
-    let (well, good) = (well.min(most), good.min(most));
-    let bare = vm.guest.map_or(urgent, |g| g.need + g.short_mark.share(0.5)).min(urgent);
-    Wish { bare, urgent, well, comfort: well, good, all: good, ..none }
+    let third = well.max(third).max(more).min(vm.ceiling);
+    // Where there is too little for all, what one is given beyond that another has to give.
+    let first = first.min(vm.ceiling);
+    let most = part.and_then(|p| p.most).map_or(vm.ceiling, |most| most.max(first));
+    let (well, third) = (well.min(most), third.min(most));
+    let bare = vm.guest.map_or(first, |g| g.need + g.short_mark.share(0.5)).min(first);
+    Wish { bare, first, well, second: well, third, all: third, ..none }
 }
 
 fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Verdict> {

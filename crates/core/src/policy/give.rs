@@ -1,15 +1,15 @@
 //! Two-phase giving: how much of what guests in distress wish for is granted now.
 //!
-//! A wish has three parts. What keeps a guest from harm is granted whatever the
-//! host's state: the host's reserve is there for it, and at worst the host swaps,
-//! which is slow where the guest's OOM killer is deadly. Beyond headroom and the swap
-//! that these guests may use nothing is granted: there the host's own OOM killer, or their
-//! cgroup's, would take a whole VM. What makes it comfortable
-//! comes from headroom above the mark of critical, everything else from headroom
-//! above the reserve. What does not fit is deferred: others are squeezed for it at
-//! once, and it is granted as what they freed shows up as headroom. A guest that is given more for
-//! its comfort takes all that it had before, too: it pays for what the host does not hold of that
-//! yet. What a guest was granted lately and has not touched counts as spent.
+//! A wish has three parts. The first keeps a guest from harm. It is granted whatever the host's
+//! state: the host's reserve is there for it, and at worst the host swaps, which is slow where the
+//! guest's OOM killer is deadly. Beyond headroom and the swap that these guests may use nothing is
+//! granted: there the host's own OOM killer, or their cgroup's, would take a whole VM. The second
+//! makes a guest comfortable and comes from headroom above the mark of critical. The third comes
+//! from headroom above what the host keeps, and all that a guest may have beyond it from headroom
+//! above the reserve. What does not fit is deferred: others are squeezed for it at once, and it is
+//! granted as what they freed shows up as headroom. A guest that is given more than the first part
+//! takes all that it had before, too: it pays for what the host does not hold of that yet. What a
+//! guest was granted lately and has not touched counts as spent.
 //!
 //! Where there is not enough for all, each gets as much of what it cannot live without; the rest is
 //! divided by weight, and what one does not want falls to the others. Of swap one guest gets half at
@@ -18,7 +18,7 @@
 use crate::model::{HostModel, Pressure};
 use crate::units::Bytes;
 
-/// What share of the reserve comfort does not touch: the mark of critical.
+/// What share of the reserve the second part does not touch: the mark of critical.
 const KEPT: f64 = 0.25;
 /// What share of the reserve nothing touches: the host must live.
 pub(super) const LAST: f64 = 0.1;
@@ -39,14 +39,14 @@ pub struct Wish {
     pub spoken_for: Bytes,
     /// Without this it cannot live: half a short mark above its need.
     pub bare: Bytes,
-    /// Without this it is harmed.
-    pub urgent: Bytes,
+    /// With the first part. Without this it is harmed.
+    pub first: Bytes,
     /// What it is to have in any case: others are squeezed for it.
     pub well: Bytes,
-    /// What it is to have where the host has more than the mark of critical.
-    pub comfort: Bytes,
-    /// What it is likely to need again, where the host has more than it keeps.
-    pub good: Bytes,
+    /// With the second part: what it is to have where the host has more than the mark of critical.
+    pub second: Bytes,
+    /// With the third part: what it is likely to need again, where the host has more than it keeps.
+    pub third: Bytes,
     /// All that it may have.
     pub all: Bytes,
     pub weight: f64,
@@ -55,10 +55,10 @@ pub struct Wish {
 impl Wish {
     /// The same as far as a size.
     pub fn up_to(self, most: Bytes) -> Wish {
-        let [bare, urgent, well, comfort, good, all] =
-            [self.bare, self.urgent, self.well, self.comfort, self.good, self.all]
+        let [bare, first, well, second, third, all] =
+            [self.bare, self.first, self.well, self.second, self.third, self.all]
                 .map(|size| size.min(most));
-        Wish { bare, urgent, well, comfort, good, all, ..self }
+        Wish { bare, first, well, second, third, all, ..self }
     }
 }
 
@@ -118,18 +118,18 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     let equally = |_: &Wish| 1.0;
     let by_weight = |w: &Wish| w.weight;
     let mut spent = parts.serve(left - last, all, equally, |w| w.bare);
-    spent += parts.serve(left - last - spent, all, by_weight, |w| w.urgent);
+    spent += parts.serve(left - last - spent, all, by_weight, |w| w.first);
     // What of the last tenth and of what was given before is missing, swap covers first.
     let swap = fund.swap_left - ((last + spoken_for) - there);
     let alone = wishes.len() == 1;
     let most = if alone { all } else { swap.share(SWAP_SHARE) };
-    spent += parts.serve(swap, most, equally, |w| w.urgent);
+    spent += parts.serve(swap, most, equally, |w| w.first);
     // From here on each pays for what it has not touched.
     parts.unpaid = untouched(fund, wishes);
-    let left = there - fund.spoken_for - parts.not_taken(|w| w.comfort, |w| w.spoken_for);
-    spent += parts.serve(left - fund.reserve.share(KEPT) - spent, all, by_weight, |w| w.comfort);
-    let left = there - fund.outstanding - parts.not_taken(|w| w.good, |w| w.outstanding);
-    spent += parts.serve(left - fund.keep - spent, all, by_weight, |w| w.good);
+    let left = there - fund.spoken_for - parts.not_taken(|w| w.second, |w| w.spoken_for);
+    spent += parts.serve(left - fund.reserve.share(KEPT) - spent, all, by_weight, |w| w.second);
+    let left = there - fund.outstanding - parts.not_taken(|w| w.third, |w| w.outstanding);
+    spent += parts.serve(left - fund.keep - spent, all, by_weight, |w| w.third);
     if fund.calm {
         parts.serve(left - fund.reserve - spent, all, by_weight, |w| w.all);
     }
@@ -137,8 +137,8 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     wishes.iter().zip(parts.to).map(grant).collect()
 }
 
-/// What each may not have touched of its size. Too much of it, and a guest gets less comfort. Too
-/// little where there is no swap, and the kernel kills a VM.
+/// What each may not have touched of its size. Too much of it, and a guest gets less of the
+/// second part. Too little where there is no swap, and the kernel kills a VM.
 fn untouched(fund: &Fund, wishes: &[Wish]) -> Vec<Bytes> {
     let in_doubt: Bytes = wishes.iter().map(|w| w.in_doubt).sum();
     let not_by_swap = (in_doubt - fund.swap_left).fraction_of(in_doubt);
@@ -230,10 +230,10 @@ mod tests {
             outstanding: Bytes::ZERO,
             spoken_for: Bytes::ZERO,
             bare: Bytes::mib(420),
-            urgent: Bytes::mib(500),
+            first: Bytes::mib(500),
             well: Bytes::mib(800),
-            comfort: Bytes::mib(800),
-            good: Bytes::mib(800),
+            second: Bytes::mib(800),
+            third: Bytes::mib(800),
             all: Bytes::mib(2000),
             weight,
         }
@@ -272,24 +272,24 @@ mod tests {
         assert_eq!(sizes(&fund(130), &both), [(415, 385), (415, 385)], "what they live by");
         assert_eq!(sizes(&fund(195), &both), [(470, 330), (425, 375)]);
         assert_eq!(sizes(&fund(265), &both), [(500, 300), (465, 335)], "one wants no more");
-        // 250 are kept, 200 are the urgent parts.
+        // 250 are kept, 200 are the first parts.
         assert_eq!(sizes(&fund(560), &both), [(600, 200), (510, 290)]);
-        let (bare, urgent) = (Bytes::mib(410), Bytes::mib(410));
-        let small = Wish { bare, urgent, ..wish(1.0) };
+        let (bare, first) = (Bytes::mib(410), Bytes::mib(410));
+        let small = Wish { bare, first, ..wish(1.0) };
         assert_eq!(sizes(&fund(210), &[wish(1.0), small]), [(500, 300), (410, 390)]);
     }
 
     #[test]
     fn of_swap_one_guest_gets_half_at_most_where_others_are_short_too() {
-        let hog = Wish { urgent: Bytes::mib(2000), well: Bytes::mib(2000), ..wish(1.0) };
+        let hog = Wish { first: Bytes::mib(2000), well: Bytes::mib(2000), ..wish(1.0) };
         let swap = Fund { swap_left: Bytes::mib(1100), ..fund(0) };
         assert_eq!(sizes(&swap, &[hog, wish(1.0)]), [(900, 1100), (500, 300)]);
         assert_eq!(sizes(&swap, &[hog]), [(1400, 600)]);
     }
 
     #[test]
-    fn comfort_stops_at_the_mark_of_critical_and_the_rest_at_the_reserve() {
-        // 250 are kept, 100 are the urgent part's.
+    fn the_second_part_stops_at_the_mark_of_critical_and_the_rest_at_the_reserve() {
+        // 250 are kept, 100 are the first part's.
         assert_eq!(sizes(&fund(450), &[wish(1.0)]), [(600, 200)]);
         assert_eq!(sizes(&fund(900), &[wish(1.0)]), [(800, 0)]);
         assert_eq!(sizes(&fund(1500), &[wish(1.0)]), [(900, 0)], "100 above the reserve");
@@ -303,8 +303,8 @@ mod tests {
         assert_eq!(sizes(&spent, &[wish(1.0)]), sizes(&fund(450), &[wish(1.0)]));
         // What lies idle can be had again: it is nobody's reason to wait, but no surplus.
         let idle = Fund { outstanding: Bytes::mib(1000), ..fund(2000) };
-        let good = Wish { good: Bytes::mib(1900), ..wish(1.0) };
-        assert_eq!(sizes(&idle, &[good]), [(1150, 0)], "400 are needed, 250 kept of the rest");
+        let more = Wish { third: Bytes::mib(1900), ..wish(1.0) };
+        assert_eq!(sizes(&idle, &[more]), [(1150, 0)], "400 are needed, 250 kept of the rest");
     }
 
     /// The first was granted 900 MiB of it a moment ago, and will touch them.
@@ -313,7 +313,7 @@ mod tests {
         let given = Bytes::mib(900);
         let spent = Fund { outstanding: given, spoken_for: given, ..fund(100) };
         let swaps = Fund { swap_left: Bytes::gib(1), ..spent };
-        let hog = Wish { urgent: Bytes::mib(2000), well: Bytes::mib(2000), ..wish(1.0) };
+        let hog = Wish { first: Bytes::mib(2000), well: Bytes::mib(2000), ..wish(1.0) };
         // Headroom has 100 of what was granted, and the last tenth is 100.
         assert_eq!(sizes(&swaps, &[hog]), [(400 + 1024 - 800 - 100, 2000 - 524)]);
     }
@@ -324,13 +324,10 @@ mod tests {
         let given = Bytes::mib(600);
         let (untouched, outstanding, spoken_for) = (given, given, given);
         let from = Bytes::mib(1000);
-        let first = Wish { from, untouched, outstanding, spoken_for, ..wish(1.0).up_to(given) };
-        let second = Wish { comfort: Bytes::mib(1100), good: Bytes::mib(1100), ..wish(1.0) };
+        let one = Wish { from, untouched, outstanding, spoken_for, ..wish(1.0).up_to(given) };
+        let other = Wish { second: Bytes::mib(1100), third: Bytes::mib(1100), ..wish(1.0) };
         // A quarter of the reserve is kept: 250.
-        assert_eq!(
-            sizes(&Fund { keep: Bytes::mib(500), ..fund(1000) }, &[first, second])[1].0,
-            550
-        );
+        assert_eq!(sizes(&Fund { keep: Bytes::mib(500), ..fund(1000) }, &[one, other])[1].0, 550);
     }
 
     /// One has not touched 2000 MiB of its size, and there are 450 beyond what is kept.
@@ -338,7 +335,7 @@ mod tests {
     fn each_pays_for_what_it_has_not_touched_and_no_other_does() {
         let large = Wish { untouched: Bytes::mib(2000), ..wish(1.0) };
         let fund = Fund { keep: Bytes::mib(1000), calm: false, ..fund(700) };
-        // 200 are the urgent parts; each has a half of 250.
+        // 200 are the first parts; each has a half of 250.
         assert_eq!(sizes(&fund, &[large, wish(1.0)]), [(500, 300), (625, 175)]);
         let doubt = Wish { in_doubt: Bytes::mib(100), ..wish(1.0) };
         assert_eq!(sizes(&fund, &[doubt]), [(750, 50)]);
