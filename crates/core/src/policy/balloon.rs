@@ -336,7 +336,7 @@ fn relieve(
         if (starves || host_starves) && left.all <= wish.from && has_part(*i, wish) {
             continue;
         }
-        let g = Grant { to: left.all, deferred: wish.well - left.all };
+        let g = Grant { to: left.all, deferred: wish.due - left.all };
         verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, g));
     }
     deferred
@@ -399,7 +399,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         let most = if m.resets_often(model.at) { from + Bytes::mib(1) } else { vm.whole };
         let all = most.min(vm.whole).max(from);
         let first = (from + LEAST_GIVEN).min(all);
-        return Wish { bare: from, first, well: first, second: all, third: all, all, ..none };
+        return Wish { bare: from, first, due: first, second: all, third: all, all, ..none };
     }
     let soon = part.map_or(from, |p| p.soon.min(vm.whole).max(from));
     let third = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
@@ -407,32 +407,32 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         // It may need nothing: no other guest is squeezed for it.
         let all = if is_unseen(vm) { vm.whole.max(third) } else { third };
         let second = if is_unseen(vm) { all } else { soon };
-        return Wish { bare: from, first: from, well: soon, second, third, all, ..none };
+        return Wish { bare: from, first: from, due: soon, second, third, all, ..none };
     }
     let d = Distress::of(model, vm, m);
     // One that is short cannot wait for others.
     let first = d.least().max(d.spoken);
-    let mut well = d.must.max(d.spoken + LEAST_GIVEN);
-    let mut third = well.max(third);
+    let mut due = d.must.max(d.spoken + LEAST_GIVEN);
+    let mut third = due.max(third);
     if let Some(g) = &vm.guest {
         if d.short {
             // It is likely on its way to what it needed before.
-            well = well.max((g.highest + g.short_mark.share(2.0)).min(vm.whole));
+            due = due.max((g.highest + g.short_mark.share(2.0)).min(vm.whole));
         }
         let again = m.last_give.is_some_and(|t| model.at.since(t) < GIVEN_AGAIN_MS);
         let buffers = g.buffer.share(if again { 2.0 } else { 1.0 });
         third = third.max(g.working_set + buffers);
     }
-    let well = well.max(soon).min(vm.ceiling);
+    let due = due.max(soon).min(vm.ceiling);
     // How far it goes on is not known: where the host has it, a part of what it may have.
     let more = (actual + vm.ram.unwrap_or(vm.ceiling).share(MORE)).min(vm.whole);
-    let third = well.max(third).max(more).min(vm.ceiling);
+    let third = due.max(third).max(more).min(vm.ceiling);
     // Where there is too little for all, what one is given beyond that another has to give.
     let first = first.min(vm.ceiling);
     let most = part.and_then(|p| p.most).map_or(vm.ceiling, |most| most.max(first));
-    let (well, third) = (well.min(most), third.min(most));
+    let (due, third) = (due.min(most), third.min(most));
     let bare = vm.guest.map_or(first, |g| g.need + g.short_mark.share(0.5)).min(first);
-    Wish { bare, first, well, second: well, third, all: third, ..none }
+    Wish { bare, first, due, second: due, third, all: third, ..none }
 }
 
 fn above_ceiling(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Verdict> {

@@ -42,7 +42,7 @@ pub struct Wish {
     /// With the first part. Without this it is harmed.
     pub first: Bytes,
     /// What it is to have in any case: others are squeezed for it.
-    pub well: Bytes,
+    pub due: Bytes,
     /// With the second part: what it is to have where the host has more than the mark of critical.
     pub second: Bytes,
     /// With the third part: what it is likely to need again, where the host has more than it keeps.
@@ -55,10 +55,10 @@ pub struct Wish {
 impl Wish {
     /// The same as far as a size.
     pub fn up_to(self, most: Bytes) -> Wish {
-        let [bare, first, well, second, third, all] =
-            [self.bare, self.first, self.well, self.second, self.third, self.all]
+        let [bare, first, due, second, third, all] =
+            [self.bare, self.first, self.due, self.second, self.third, self.all]
                 .map(|size| size.min(most));
-        Wish { bare, first, well, second, third, all, ..self }
+        Wish { bare, first, due, second, third, all, ..self }
     }
 }
 
@@ -133,7 +133,7 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     if fund.calm {
         parts.serve(left - fund.reserve - spent, all, by_weight, |w| w.all);
     }
-    let grant = |(w, to): (&Wish, Bytes)| Grant { to, deferred: w.well - to };
+    let grant = |(w, to): (&Wish, Bytes)| Grant { to, deferred: w.due - to };
     wishes.iter().zip(parts.to).map(grant).collect()
 }
 
@@ -231,7 +231,7 @@ mod tests {
             spoken_for: Bytes::ZERO,
             bare: Bytes::mib(420),
             first: Bytes::mib(500),
-            well: Bytes::mib(800),
+            due: Bytes::mib(800),
             second: Bytes::mib(800),
             third: Bytes::mib(800),
             all: Bytes::mib(2000),
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn of_swap_one_guest_gets_half_at_most_where_others_are_short_too() {
-        let hog = Wish { first: Bytes::mib(2000), well: Bytes::mib(2000), ..wish(1.0) };
+        let hog = Wish { first: Bytes::mib(2000), due: Bytes::mib(2000), ..wish(1.0) };
         let swap = Fund { swap_left: Bytes::mib(1100), ..fund(0) };
         assert_eq!(sizes(&swap, &[hog, wish(1.0)]), [(900, 1100), (500, 300)]);
         assert_eq!(sizes(&swap, &[hog]), [(1400, 600)]);
@@ -313,7 +313,7 @@ mod tests {
         let given = Bytes::mib(900);
         let spent = Fund { outstanding: given, spoken_for: given, ..fund(100) };
         let swaps = Fund { swap_left: Bytes::gib(1), ..spent };
-        let hog = Wish { first: Bytes::mib(2000), well: Bytes::mib(2000), ..wish(1.0) };
+        let hog = Wish { first: Bytes::mib(2000), due: Bytes::mib(2000), ..wish(1.0) };
         // Headroom has 100 of what was granted, and the last tenth is 100.
         assert_eq!(sizes(&swaps, &[hog]), [(400 + 1024 - 800 - 100, 2000 - 524)]);
     }
