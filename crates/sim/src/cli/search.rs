@@ -77,7 +77,7 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
             "more than 1.25 times the best rival's stall, and a second",
             worlds(all, Found::is_far_beaten),
         ),
-        ("- without the second", worlds(all, Found::is_far_above)),
+        ("- the same without that second", worlds(all, Found::is_far_above)),
         (
             "a static split does better, where own peaks fit",
             format!("{by_split} of {}", apart.len()),
