@@ -414,7 +414,8 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     // A change is seen while both run.
     let at = set("<memory min='192MiB'/>");
     wait("the new floor", &floor(192));
-    assert!(at.elapsed() < Duration::from_secs(10), "{:?}", at.elapsed());
+    // It is told: what is not told is read each 50 s.
+    assert!(at.elapsed() < Duration::from_secs(40), "{:?}", at.elapsed());
     daemon.squeeze("meta", Bytes::mib(200)).unwrap();
     assert!(size(&libvirtd, "meta") >= Bytes::mib(192));
 
