@@ -9,7 +9,7 @@ mod common;
 
 use std::sync::atomic::Ordering::SeqCst;
 
-use common::{EXTENTS, FIRST, Guest, HEADER, MAP, Memory, ask, status};
+use common::{EXTENTS, FIRST, Guest, HEADER, MAP, RamKind, ask, status};
 use ebb_core::units::Bytes;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{Attach, Command, HugePages, Recycle, Segment};
@@ -79,7 +79,7 @@ fn step(input: &mut Input<'_>, guest: &Guest, agent: &mut Agent) -> Option<()> {
 }
 
 fuzz_target!(|data: &[u8]| {
-    let guest = Guest::new((RAM >> 20) + 1, Memory::Small);
+    let guest = Guest::new((RAM >> 20) + 1, RamKind::Small);
     BEYOND.for_each(|p| guest.write(p, !p));
     guest.fill_and_free(FIRST, 32);
     let segment = Segment { gpa: 0, size: RAM, hva: guest.memory.address() };
