@@ -50,7 +50,7 @@ const POLL: Duration = Duration::from_millis(20);
 /// QEMU's own answer to a QMP command.
 const QMP_DEADLINE: Duration = Duration::from_secs(10);
 /// From start to the tool's ready line, under KVM.
-const BOOT_DEADLINE: Duration = Duration::from_secs(20);
+const BOOT_DEADLINE: Duration = Duration::from_secs(45);
 
 /// What can go wrong with a VM.
 #[derive(Debug, thiserror::Error)]
