@@ -201,7 +201,12 @@ pub(crate) fn implausible(
 }
 
 /// After this many contradictions in a row a guest is not asked any more.
-pub(super) const DOUBTS: u32 = 2;
+const DOUBTS: u32 = 2;
+
+/// Whether it contradicted what is known so often that it is not believed at all.
+pub(super) fn is_disbelieved(m: &VmMemory) -> bool {
+    m.doubt.as_ref().is_some_and(|d| d.times >= DOUBTS)
+}
 
 /// How far this guest is believed now.
 pub(super) fn trust(guest: Option<&GuestModel>, m: &VmMemory) -> Trust {
@@ -215,10 +220,9 @@ pub(super) fn trust(guest: Option<&GuestModel>, m: &VmMemory) -> Trust {
             format!("{} times lately it was short soon after it had been asked", m.harm)
         });
     }
-    match &m.doubt {
-        Some(d) if d.times >= DOUBTS => trust.lower(0.0, || format!("it claims {}", d.what)),
-        Some(d) => trust.lower(0.5, || format!("it claims {}", d.what)),
-        None => {}
+    if let Some(d) = &m.doubt {
+        let level = if is_disbelieved(m) { 0.0 } else { 0.5 };
+        trust.lower(level, || format!("it claims {}", d.what));
     }
     trust
 }

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::guest::DOUBTS;
+use super::guest::is_disbelieved;
 use super::{STALE_MS, VmModel};
 use crate::config::{Config, Metadata, VmSettings};
 use crate::sample::{Claim, Link, RunState, VmSample};
@@ -176,7 +176,6 @@ pub(super) fn beyond_balloon(vm: &VmSample, m: &VmMemory, at: Stamp) -> bool {
     let is_left = |until: Option<Stamp>| until.is_some_and(|until| until > at);
     let stuck = is_left(m.stuck_until) || is_left(m.refused_until);
     let deaf = vm.balloon.as_ref().is_none_or(|b| b.guest.is_none());
-    let lies = m.doubt.as_ref().is_some_and(|d| d.times >= DOUBTS);
     let runs = vm.link == Link::Up && vm.run == Some(RunState::Running) && !m.boots(at);
-    runs && (deaf || stuck || lies)
+    runs && (deaf || stuck || is_disbelieved(m))
 }

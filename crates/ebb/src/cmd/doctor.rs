@@ -131,23 +131,21 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
         let found = format!("process {pid} is not taken for a VM");
         check(&format!("pid-{pid}"), "trust", Grade::Note, found, why)
     }));
-    let problems = |of: Option<&str>| {
-        let its = state.problems.iter().filter(move |p| p.name.as_deref() == of);
-        its.map(problem_check).collect::<Vec<_>>()
-    };
-    checks.extend(problems(None));
     for vm in &state.vms {
         let process = scan.found.iter().find(|p| p.id.pid == vm.pid);
         checks.extend(vm_checks(vm, process));
         checks.extend(proxmox_check(vm, process, &root));
         checks.extend(backing_check(vm, &root));
-        checks.extend(problems(Some(&vm.name)));
     }
-    let is_of_a_vm = |name: &str| state.vms.iter().any(|vm| vm.name == name);
-    let others =
-        state.problems.iter().filter(|p| p.name.as_deref().is_some_and(|n| !is_of_a_vm(n)));
-    checks.extend(others.map(problem_check));
-    Ok(checks)
+    checks.extend(state.problems.iter().map(problem_check));
+    Ok(grouped(checks))
+}
+
+/// All about one thing stands together, in the order in which things are first named.
+fn grouped(mut checks: Vec<Check>) -> Vec<Check> {
+    let names: Vec<String> = checks.iter().map(|c| c.about.clone()).collect();
+    checks.sort_by_key(|c| names.iter().position(|name| *name == c.about));
+    checks
 }
 
 fn problem_check(p: &Problem) -> Check {
@@ -234,6 +232,15 @@ mod tests {
         let agent = agent.map(|state| AgentSample { link: Link::Up, state, ..Default::default() });
         let actual = Some(Bytes::gib(1));
         Vm { name: "a".into(), link: Link::Up, agent, actual, reporting, ..Vm::default() }
+    }
+
+    #[test]
+    fn a_problem_stands_with_what_else_is_said_of_its_vm() {
+        let named = |about| check(about, "x", Grade::Good, "", "");
+        let checks = grouped(["host", "a", "b", "a", "host"].map(named).into());
+        assert_eq!(text(&checks).matches("\n\n").count(), 2, "{}", text(&checks));
+        let order: Vec<_> = checks.iter().map(|c| c.about.as_str()).collect();
+        assert_eq!(order, ["host", "host", "a", "a", "b"]);
     }
 
     #[test]

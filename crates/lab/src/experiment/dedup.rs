@@ -334,7 +334,7 @@ fn compare(workload: Workload, arms: &[Kind], outcome: &ExperimentResult) {
         };
         println!(
             "             {} by the best KSM arm that found as much: CPU {}, to 90 % {} (CPU {}), \
-             a later look {}\n",
+             a later scan {}\n",
             name(*ebb),
             ratio("cpu_seconds"),
             ratio("time_to_90"),

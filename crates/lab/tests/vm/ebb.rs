@@ -87,13 +87,9 @@ fn wait_taken(daemon: &Daemon, name: &str, most: Bytes) -> u64 {
 /// Whatever else happened: no guest was ever ordered below its floor, or seen
 /// below it, and the run replays to the same decisions.
 fn check_record(dir: &Path) {
-    let record = fs::read_to_string(dir.join("record.jsonl")).unwrap();
-    let mut ticks = 0;
-    for line in record.lines() {
-        let Ok(tick) = serde_json::from_str::<Value>(line) else { continue };
-        let Some(actions) = tick["plan"]["actions"].as_array() else { continue };
-        ticks += 1;
-        for a in actions {
+    let ticks = recorded_ticks(dir);
+    for tick in &ticks {
+        for a in orders_of(tick) {
             assert!(bytes(a, "to") >= FLOOR, "ordered below the floor: {a}");
         }
         for vm in tick["sample"]["vms"].as_array().unwrap() {
@@ -101,8 +97,20 @@ fn check_record(dir: &Path) {
             assert!(actual == 0 || actual >= FLOOR, "seen below the floor: {vm}");
         }
     }
-    assert!(ticks > 0, "nothing was recorded");
+    assert!(!ticks.is_empty(), "nothing was recorded");
     replays(dir);
+}
+
+/// The ticks of the record that a daemon left there.
+fn recorded_ticks(dir: &Path) -> Vec<Value> {
+    let record = fs::read_to_string(dir.join("record.jsonl")).unwrap();
+    let lines = record.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
+    lines.filter(|tick| tick["plan"]["actions"].is_array()).collect()
+}
+
+/// The orders of a recorded tick to balloons.
+fn orders_of(tick: &Value) -> &[Value] {
+    tick["plan"]["actions"].as_array().unwrap()
 }
 
 #[test]
@@ -195,11 +203,8 @@ fn vm_memory_is_ordered_for_a_guest_no_later_than_it_shows_distress() {
 /// A recorded order to grow comes no later than the first answer that shows the guest with
 /// less than an eighth of its memory available.
 fn ordered_before_it_is_short(dir: &Path) {
-    let record = fs::read_to_string(dir.join("record.jsonl")).unwrap();
-    for line in record.lines() {
-        let Ok(tick) = serde_json::from_str::<Value>(line) else { continue };
-        let Some(actions) = tick["plan"]["actions"].as_array() else { continue };
-        if actions.iter().any(|a| bytes(a, "to") > bytes(a, "from")) {
+    for tick in recorded_ticks(dir) {
+        if orders_of(&tick).iter().any(|a| bytes(a, "to") > bytes(a, "from")) {
             return;
         }
         let balloon = &tick["sample"]["vms"][0]["balloon"];
@@ -284,13 +289,10 @@ fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
     assert!(daemon.stop());
     check_record(dir.path());
 
-    let record = fs::read_to_string(dir.path().join("record.jsonl")).unwrap();
-    let ticks = record.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
-    let during = ticks.filter(|t| t["sample"]["vms"][0]["run"] == "migrating");
-    let orders: Vec<(u64, u64)> = during
-        .flat_map(|t| t["plan"]["actions"].as_array().cloned().unwrap_or_default())
-        .map(|a| (bytes(&a, "from"), bytes(&a, "to")))
-        .collect();
+    let ticks = recorded_ticks(dir.path());
+    let during = ticks.iter().filter(|t| t["sample"]["vms"][0]["run"] == "migrating");
+    let orders: Vec<(u64, u64)> =
+        during.flat_map(orders_of).map(|a| (bytes(a, "from"), bytes(a, "to"))).collect();
     assert!(!orders.is_empty() && orders.iter().all(|(from, to)| to >= from), "{orders:?}");
 }
 
