@@ -285,10 +285,22 @@ mod tests {
         let process = Process::open(&root, vm).unwrap();
         let mut scan = ZeroScan::open(&root, id, &order).unwrap();
         let before = memory.resident();
-        windows(&[memory.range], 0).into_iter().for_each(|w| scan.window(w, &process).unwrap());
+        // The kernel leaves out a huge page that somebody holds at the moment: a process
+        // forked beside this test, for one. Those are met again in the next round.
+        for round in 1..=5 {
+            windows(&[memory.range], 0).into_iter().for_each(|w| scan.window(w, &process).unwrap());
+            let now = memory.resident();
+            println!("round {round}: {:?}; resident {before} → {now}", scan.done);
+            if round == 1 {
+                assert_eq!(scan.done.read, Bytes(BLOCKS as u64 * HUGE));
+            }
+            if before - now >= Bytes::mib(28) {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
         let (after, whole) = (memory.resident(), memory.in_huge_pages());
-        println!("{:?}; resident {before} → {after}; {huge} → {whole} in huge pages", scan.done);
-        assert_eq!(scan.done.read, Bytes(BLOCKS as u64 * HUGE));
+        println!("{huge} → {whole} in huge pages");
         assert!(scan.done.chosen >= Bytes::mib(30), "{:?}", scan.done);
         assert!(before - after >= Bytes::mib(28), "{before} → {after}");
         // Who holds no zeros is not split.
