@@ -310,6 +310,29 @@ pub fn blocks(part: &Part) -> impl Iterator<Item = (usize, usize)> + use<> {
     (first..end).step_by(BLOCK).filter(move |b| b + BLOCK <= end).map(|b| (b, BLOCK))
 }
 
+/// Those of these bits that are of this part.
+pub fn within(part: &Part, bits: &Bits) -> Bits {
+    let mut mask = [0; abi::MAP_WORDS];
+    abi::fill(&mut mask, part.first, part.len, true);
+    mask.iter_mut().zip(bits).for_each(|(m, b)| *m &= b);
+    mask
+}
+
+/// The stretches of a part that have bits set: page tables of the others need not be walked.
+/// Few pages between two are walked as well, which takes less than another call.
+pub fn stretches(part: &Part, mask: &Bits) -> Vec<Part> {
+    let mut found: Vec<Part> = Vec::new();
+    for (first, len) in abi::runs(mask) {
+        match found.last_mut() {
+            Some(last) if first <= last.first + last.len + 128 => {
+                last.len = first + len - last.first;
+            }
+            _ => found.push(Part { first, len, ..*part }),
+        }
+    }
+    found
+}
+
 /// A line of `/proc/self/maps`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Map {
@@ -420,6 +443,8 @@ fn find_file(device: (u32, u32), inode: u64) -> Option<OwnedFd> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn segment(hva: u64, size: u64) -> Segment {
@@ -472,5 +497,28 @@ mod tests {
         assert_eq!(ram.parts(1 << 20).count(), 1);
         assert_eq!(ram.parts(2 * MAP_PFNS).count(), 0);
         assert_eq!(ram.hva(0x900_0000 - 8, 16), None);
+    }
+
+    proptest! {
+        #[test]
+        fn stretches_hold_every_bit_of_a_part_and_no_other_part(
+            bits in prop::collection::vec(0..abi::MAP_PFNS as usize, 0..40),
+            first in 0..abi::MAP_PFNS as usize, len in 1..abi::MAP_PFNS as usize,
+        ) {
+            let len = len.min(abi::MAP_PFNS as usize - first);
+            let part = Part { piece: 0, first, len, base: 0 };
+            let mut mask: Bits = [0; abi::MAP_WORDS];
+            let inside = |b: &&usize| (first..first + len).contains(*b);
+            bits.iter().filter(inside).for_each(|b| abi::fill(&mut mask, *b, 1, true));
+            let found = stretches(&part, &mask);
+            for b in bits.iter().filter(inside) {
+                let of = |s: &Part| (s.first..s.first + s.len).contains(b);
+                prop_assert_eq!(found.iter().filter(|s| of(s)).count(), 1);
+            }
+            for s in &found {
+                prop_assert!(s.len > 0 && s.first >= first && s.first + s.len <= first + len);
+                prop_assert!((s.first..s.first + s.len).any(|b| mask[b / 64] >> (b % 64) & 1 == 1));
+            }
+        }
     }
 }

@@ -27,6 +27,9 @@ pub struct AgentSample {
     pub free: Option<Bytes>,
     /// Of that, held by the host and recyclable.
     pub held: Option<Bytes>,
+    /// Of that, in huge pages that the guest uses in part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_partial: Option<Bytes>,
     /// Allocated in the guest since its boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocated: Option<Bytes>,

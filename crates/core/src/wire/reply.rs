@@ -110,6 +110,9 @@ pub struct Status {
     pub free: Option<Bytes>,
     /// Of that, held by the host and recyclable; where it was asked for.
     pub held: Option<Bytes>,
+    /// Of that, in huge pages that the guest uses in part; where this kernel tells.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held_partial: Option<Bytes>,
     /// Open to KSM.
     pub open: Option<Bytes>,
     pub counters: Counters,

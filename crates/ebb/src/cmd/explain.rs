@@ -146,14 +146,26 @@ fn by_module(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
     let anon = Bytes::pages(facts.anon + facts.shmem);
     let cache = Bytes::pages(facts.cached + facts.buffers) - Bytes::pages(facts.shmem);
     let used = vm.actual.or(vm.ram)? - free;
-    let free = format!("{held} free in the guest ({free} are free in all)");
-    let uses = if anon + cache > used {
+    let partial = agent.held_partial.filter(|partial| *partial > Bytes(0));
+    let partial = partial.map_or(String::new(), |partial| {
+        format!("{partial} of it in huge pages that the guest uses in part; ")
+    });
+    let free_held = format!("{held} free in the guest ({partial}{free} are free in all)");
+    // Its CPUs' own lists, and pages that the module does not record.
+    let unmapped = Bytes::pages(facts.free) - free;
+    let uses = if anon + cache + unmapped > used {
         format!(
-            "{used} that the guest uses (its account does not fit: it changes fast, or lies), {free}"
+            "{used} that the guest uses (its account does not fit: it changes fast, or lies), \
+             {free_held}"
         )
     } else {
-        let kernel = used - anon - cache;
-        format!("{anon} of programs, {cache} page cache, {kernel} of the guest's kernel, {free}")
+        let kernel = used - anon - cache - unmapped;
+        let kernel = format!("{kernel} of the guest's kernel");
+        let unmapped = match unmapped {
+            Bytes(0) => String::new(),
+            some => format!("{some} free but not in the module's map, "),
+        };
+        format!("{anon} of programs, {cache} page cache, {kernel}, {unmapped}{free_held}")
     };
     // `held` is counted every two seconds.
     Some((used + held, uses, "freed in the last 3 s"))
@@ -220,6 +232,14 @@ mod tests {
              the guest (400 MiB are free in all); freed in the last 3 s, or the VMM's own: \
              44 MiB or more"
         );
+        let agent = vm.agent.as_mut().unwrap();
+        agent.held_partial = Some(mib(9));
+        agent.facts = Some(Facts { free: pages(404), ..facts });
+        let said = held_for(&vm).unwrap();
+        let middle = "28 MiB of the guest's kernel, 4 MiB free but not in the module's map, 14 MiB \
+                      free in the guest (9 MiB of it in huge pages that the guest uses in part; \
+                      400 MiB are free in all)";
+        assert!(said.contains(middle), "{said}");
         vm.vmm = Some(mib(40));
         let said = held_for(&vm).unwrap();
         let end = "in all), 40 MiB of the VMM itself; freed in the last 3 s: 4 MiB or more";

@@ -87,6 +87,7 @@ impl AgentLink {
                 // What is held is asked for less often: the last answer stands.
                 if status.held.is_none() && status.state == AgentState::Ready {
                     status.held = self.status.as_ref().and_then(|s| s.held);
+                    status.held_partial = self.status.as_ref().and_then(|s| s.held_partial);
                 }
                 match (status.unclear, self.unclear) {
                     (Some(new), Some((known, _))) if new == known => {}
@@ -128,6 +129,7 @@ impl AgentLink {
             module: status.module.map(|m| format!("{} on Linux {}", m.version, m.linux)),
             free: status.free,
             held: status.held,
+            held_partial: status.held_partial,
             allocated: self.facts.map(|f| Bytes::pages(f.alloc)),
             facts: self.facts,
             busy: self.asked.iter().any(|(kind, _)| *kind == RequestKind::Recycle),

@@ -42,7 +42,7 @@ use crate::find_module::Live;
 use crate::guard::Guard;
 use crate::ksm_ranges::{LEAST_CLOSED, Open};
 use crate::priority::Bursts;
-use crate::ram::{Bits, Part, Ram, blocks};
+use crate::ram::{Bits, Part, Ram, blocks, stretches, within};
 use crate::sys::{self, Range};
 
 /// How long a window is to take; a vCPU waits for about one window at most.
@@ -432,9 +432,10 @@ impl Recycler<'_> {
         }
     }
 
-    /// Free by the map, in bytes; with `held`, how much of it the host holds and can be recycled.
-    pub fn free(&self, held: bool) -> Option<(Bytes, Option<Bytes>)> {
-        let (mut free, mut kept) = (0, 0);
+    /// What is free by the map; with `held`, how much of it the host holds and can be recycled, and
+    /// how much of that is in huge pages that the guest uses in part.
+    pub fn free(&self, held: bool) -> Option<(Bytes, Option<(Bytes, Bytes)>)> {
+        let (mut free, mut kept, mut partial) = (0, 0, 0);
         for page in &self.proven.layout.pages {
             let mut bits = self.ram.bits(page.gpa)?;
             self.keep_usable(page, &mut bits);
@@ -442,14 +443,20 @@ impl Recycler<'_> {
                 let mut mask = within(&part, &bits);
                 free += abi::count(&mask);
                 if held {
-                    let here = self.held(&part, &mask)?;
+                    let (here, huge) = self.held(&part, &mask)?;
                     mask.iter_mut().zip(&here).for_each(|(m, h)| *m &= h);
                     self.open.clear_kept(&part, &mut mask);
                     kept += abi::count(&mask);
+                    let partly = |&(first, len): &(usize, usize)| {
+                        count_in(&huge, first, len) > 0 && !abi::all_set(&mask, first, len)
+                    };
+                    let some = blocks(&part).filter(|b| self.ram.tells_huge(&part) && partly(b));
+                    partial += some.map(|(first, len)| count_in(&mask, first, len)).sum::<usize>();
                 }
             }
         }
-        Some((Bytes::pages(free), held.then_some(Bytes::pages(kept))))
+        let kept = (Bytes::pages(kept), Bytes::pages(partial as u64));
+        Some((Bytes::pages(free), held.then_some(kept)))
     }
 
     /// What is open to KSM, free and held, as far as `want` may take it: ranges, in the map's order.
@@ -463,7 +470,7 @@ impl Recycler<'_> {
             let Some(free) = free else { continue };
             for part in self.ram.parts(page.pfn) {
                 let mut open = self.open.of(&part, &within(&part, &free));
-                let Some(here) = self.held(&part, &open) else { continue };
+                let Some((here, _)) = self.held(&part, &open) else { continue };
                 open.iter_mut().zip(&here).for_each(|(o, h)| *o &= h);
                 for (first, len) in abi::runs(&open).filter(|r| r.1 >= least) {
                     if left < least {
@@ -478,13 +485,14 @@ impl Recycler<'_> {
         found
     }
 
-    /// What the host holds of the stretches of a part in which these bits are.
-    fn held(&self, part: &Part, bits: &Bits) -> Option<Bits> {
+    /// What the host holds of the stretches of a part in which these bits are, and what of it is
+    /// in huge pages.
+    fn held(&self, part: &Part, bits: &Bits) -> Option<(Bits, Bits)> {
         let (mut here, mut huge) = ([0; abi::MAP_WORDS], [0; abi::MAP_WORDS]);
         for some in stretches(part, bits) {
             self.ram.held(&some, &mut here, &mut huge).ok()?;
         }
-        Some(here)
+        Some((here, huge))
     }
 
     /// The free pages of a map page that `want` may take; `None`: the last mark had no such page.
@@ -525,29 +533,6 @@ pub fn cpu_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Those of these bits that are of this part.
-fn within(part: &Part, bits: &Bits) -> Bits {
-    let mut mask = [0; abi::MAP_WORDS];
-    abi::fill(&mut mask, part.first, part.len, true);
-    mask.iter_mut().zip(bits).for_each(|(m, b)| *m &= b);
-    mask
-}
-
-/// The stretches of a part that have bits set: page tables of the others need not be walked.
-/// Few pages between two are walked as well, which takes less than another call.
-fn stretches(part: &Part, mask: &Bits) -> Vec<Part> {
-    let mut found: Vec<Part> = Vec::new();
-    for (first, len) in abi::runs(mask) {
-        match found.last_mut() {
-            Some(last) if first <= last.first + last.len + 128 => {
-                last.len = first + len - last.first;
-            }
-            _ => found.push(Part { first, len, ..*part }),
-        }
-    }
-    found
-}
-
 fn bit(bits: &Bits, at: usize) -> bool {
     bits[at / 64] >> (at % 64) & 1 == 1
 }
@@ -558,8 +543,6 @@ fn count_in(bits: &Bits, first: usize, len: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
 
     #[test]
@@ -571,28 +554,5 @@ mod tests {
         assert_eq!(next(100, false, 0.5), 1000, "one that had little to do tells nothing");
         assert_eq!(next(300, true, 0.5), 600, "protecting took all the time there was");
         assert_eq!((next(0, true, 0.5), next(0, true, 2.0)), (1000, 125), "one that failed");
-    }
-
-    proptest! {
-        #[test]
-        fn stretches_hold_every_bit_of_a_part_and_no_other_part(
-            bits in prop::collection::vec(0..abi::MAP_PFNS as usize, 0..40),
-            first in 0..abi::MAP_PFNS as usize, len in 1..abi::MAP_PFNS as usize,
-        ) {
-            let len = len.min(abi::MAP_PFNS as usize - first);
-            let part = Part { piece: 0, first, len, base: 0 };
-            let mut mask: Bits = [0; abi::MAP_WORDS];
-            let inside = |b: &&usize| (first..first + len).contains(*b);
-            bits.iter().filter(inside).for_each(|b| abi::fill(&mut mask, *b, 1, true));
-            let found = stretches(&part, &mask);
-            for b in bits.iter().filter(inside) {
-                let of = |s: &Part| (s.first..s.first + s.len).contains(b);
-                prop_assert_eq!(found.iter().filter(|s| of(s)).count(), 1);
-            }
-            for s in &found {
-                prop_assert!(s.len > 0 && s.first >= first && s.first + s.len <= first + len);
-                prop_assert!((s.first..s.first + s.len).any(|b| bit(&mask, b)));
-            }
-        }
     }
 }
