@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_core::wire::{Command, Lines, Refusal, Refused, Reply, ReplyResult, Request};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -29,6 +29,8 @@ use crate::sys;
 
 /// How long an answer may take to go out before its daemon is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
+/// A call that could not be taken is tried again after this: the VMM may have no descriptor left.
+const CALL_AGAIN: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Peers {
@@ -184,13 +186,19 @@ struct Peer {
 fn serve(listener: &OwnedFd, quit: &OwnedFd, peers: Peers, faults: Faults) {
     let mut agent = Agent::new(faults);
     let mut peer: Option<Peer> = None;
+    // Until when no calls are looked for.
+    let mut deaf: Option<Instant> = None;
     loop {
+        let now = Instant::now();
+        deaf = deaf.filter(|until| now < *until);
+        let calls = if deaf.is_some() { PollFlags::empty() } else { PollFlags::IN };
         let mut fds = vec![
             PollFd::from_borrowed_fd(quit.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(listener.as_fd(), calls),
         ];
         fds.extend(peer.iter().map(|p| PollFd::from_borrowed_fd(p.socket.as_fd(), PollFlags::IN)));
-        let pause = agent.pause().and_then(|p| Timespec::try_from(p).ok());
+        let pause = agent.pause().into_iter().chain(deaf.map(|until| until - now)).min();
+        let pause = pause.and_then(|p| Timespec::try_from(p).ok());
         match poll(&mut fds, pause.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(_) => return,
@@ -206,27 +214,31 @@ fn serve(listener: &OwnedFd, quit: &OwnedFd, peers: Peers, faults: Faults) {
             peer = None;
             agent.detach();
         }
-        if called && let Some(new) = accept(listener, peers) {
-            match peer {
-                None => peer = Some(new),
-                Some(_) => new.answer(0, no("another daemon is connected")),
-            }
+        match called.then(|| accept(listener, peers)) {
+            Some(Ok(Some(new))) if peer.is_none() => peer = Some(new),
+            Some(Ok(Some(new))) => new.answer(0, no("another daemon is connected")),
+            Some(Err(_)) => deaf = Some(Instant::now() + CALL_AGAIN),
+            Some(Ok(None)) | None => {}
         }
         agent.step();
     }
 }
 
-/// Accepts a peer that may speak with us.
-fn accept(listener: &OwnedFd, peers: Peers) -> Option<Peer> {
+/// Accepts a peer, if it may speak with us. After an error its call still waits.
+fn accept(listener: &OwnedFd, peers: Peers) -> Result<Option<Peer>> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::accept_with(listener, flags).ok()?;
-    let uid = sockopt::socket_peercred(&socket).ok()?.uid;
+    let socket = match rustix::net::accept_with(listener, flags) {
+        Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Ok(None),
+        socket => socket?,
+    };
+    let Ok(peercred) = sockopt::socket_peercred(&socket) else { return Ok(None) };
+    let uid = peercred.uid;
     let peer = Peer { socket, session: Session::default() };
     if uid.is_root() || peers == Peers::Own && uid == rustix::process::geteuid() {
-        return Some(peer);
+        return Ok(Some(peer));
     }
     peer.answer(0, no("only root may (the VMM's own user as well with peer=own)"));
-    None
+    Ok(None)
 }
 
 fn no(text: &str) -> ReplyResult {
