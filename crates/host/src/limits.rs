@@ -85,7 +85,8 @@ impl MemoryLimits {
         let Some(h) = &self.hierarchy else {
             vms.into_iter().for_each(|vm| vm.cgroup = None);
             self.others.clear();
-            return self.pool.clone_from(&self.configured);
+            self.pool.clone_from(&self.configured);
+            return self.forget();
         };
         let mut paths: Vec<String> = Vec::new();
         for vm in vms {
@@ -114,6 +115,11 @@ impl MemoryLimits {
             problems.push(problem(None, "memory cgroups".into(), text));
             self.others.truncate(MOST);
         }
+        self.forget();
+    }
+
+    /// Forgets what limits no VM any more.
+    fn forget(&mut self) {
         let MemoryLimits { pool, others, nodes, last, .. } = self;
         last.retain(|path, (_, known)| {
             pool.as_ref() == Some(path) || others.contains(path) || nodes.contains(&known.nodes)
@@ -280,6 +286,54 @@ const READING_LASTS: Duration = Duration::from_secs(30);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::probe::qemu::QemuProcess;
+    use crate::vm::Access;
+
+    #[test]
+    fn the_limit_of_a_node_is_forgotten_with_the_last_vm_that_is_bound_to_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |file: &str, text: &str| {
+            let path = dir.path().join(file);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write("sys/devices/system/node/has_memory", "0-1\n");
+        for node in [0, 1] {
+            let text = format!("Node {node} MemTotal: 9000 kB\nNode {node} MemFree: 4000 kB\n");
+            write(&format!("sys/devices/system/node/node{node}/meminfo"), &text);
+        }
+        let vm = |pid: u32, allowed: &str| {
+            write(&format!("proc/{pid}/status"), &format!("Mems_allowed_list:\t{allowed}\n"));
+            let process = QemuProcess::plain(VmId { pid, start: 1 }, format!("vm{pid}"));
+            Vm::new(process, 1, Access::default())
+        };
+        let root = Root::at(dir.path());
+        let (mut bound, mut other, mut free) = (vm(7, "1"), vm(8, "1"), vm(9, "0-1"));
+        // Also where there are no memory cgroups.
+        for cgroups in [false, true] {
+            if cgroups {
+                write("proc/self/mountinfo", "1 0 0:1 / /cg rw - cgroup2 none rw\n");
+                write("cg/cgroup.controllers", "memory\n");
+            }
+            let mut limits = MemoryLimits::default();
+            let mut names = |mut vms: Vec<&mut Vm>| -> Vec<String> {
+                let (now, mut problems) = (Instant::now(), Vec::new());
+                limits.find(&root, now, vms.iter_mut().map(|vm| &mut **vm), &mut problems);
+                while !limits.binding.is_idle() {
+                    limits.find(&root, now, vms.iter_mut().map(|vm| &mut **vm), &mut problems);
+                }
+                let sample = limits.sample(&root, now, &mut problems);
+                assert!(problems.is_empty(), "{problems:?}");
+                let known = limits.left(now, None, &[1]).is_some();
+                assert_eq!(known, !sample.others.is_empty(), "{:?}", limits.last);
+                sample.others.into_iter().map(|limit| limit.path).collect()
+            };
+            assert_eq!(names(vec![&mut bound, &mut other, &mut free]), ["node 1"]);
+            assert_eq!(names(vec![&mut other, &mut free]), ["node 1"]);
+            assert!(names(vec![&mut free]).is_empty());
+            assert!(names(vec![]).is_empty());
+        }
+    }
 
     #[test]
     fn what_is_left_is_what_the_tightest_limit_above_leaves() {
