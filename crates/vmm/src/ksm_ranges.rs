@@ -112,6 +112,16 @@ impl Open {
         advise: &Advise,
         below: &mut Option<Bytes>,
     ) -> Result<Bytes, String> {
+        self.set_with(ram, advise, below, merged_in)
+    }
+
+    fn set_with(
+        &mut self,
+        ram: &Ram,
+        advise: &Advise,
+        below: &mut Option<Bytes>,
+        merged_in: impl Fn(&[Range]) -> u64,
+    ) -> Result<Bytes, String> {
         let named = advise.ranges().ok_or("this cannot be opened to KSM: no such ranges")?;
         let mut want = check(ram, &named)?;
         let (from, to) = advise.within;
@@ -325,6 +335,8 @@ fn room(merged: u64, (spare, below): (u64, Option<Bytes>), meminfo: &str) -> Res
 
 #[cfg(test)]
 mod tests {
+    use ebb_core::wire::Segment;
+
     use super::*;
 
     #[test]
@@ -342,6 +354,31 @@ mod tests {
         let some = |mem: &str| room(8192, (SPARE_FOR_FREE, None), mem);
         assert_eq!(some(&mem(65_536)), Ok(()));
         assert!(some(&mem(65_532)).is_err());
+    }
+
+    /// Here all that is closed is merged.
+    #[test]
+    fn what_closing_takes_goes_off_what_is_left_below_the_limits() {
+        let mib = 1 << 20;
+        let memory = sys::Mapping::anonymous(16 * mib).unwrap();
+        let hva = memory.address();
+        let segment = Segment { gpa: 0, size: 16 * mib as u64, hva };
+        let ram = Ram::check(&[segment]).unwrap();
+        let [a, b, c] = [10, 12, 14].map(|at| Range { start: hva + (at << 20), len: 1 << 20 });
+        let mut open = Open { ranges: vec![a, b, c], kept: None };
+        let mut leave = |ranges: &[Range], below: &mut Option<Bytes>| {
+            let advise = Advise::all(ranges).remove(0);
+            let all = |closing: &[Range]| closing.iter().map(|r| r.len / PAGE).sum::<u64>();
+            open.set_with(&ram, &advise, below, all).map(|open| open.0 >> 20)
+        };
+        let spare = Bytes::pages(SPARE_BELOW);
+        let mut below = Some(spare + Bytes::kib(1536));
+        assert_eq!(leave(&[b, c], &mut below), Ok(2));
+        assert_eq!(below, Some(spare + Bytes::kib(512)), "a MiB is private again");
+        let why = leave(&[c], &mut below).unwrap_err();
+        assert!(why.contains("that its limits leave"), "{why}");
+        assert_eq!((leave(&[b, c], &mut below), below), (Ok(2), Some(spare + Bytes::kib(512))));
+        assert_eq!((leave(&[c], &mut None), leave(&[], &mut None)), (Ok(1), Ok(0)), "no limit");
     }
 
     #[test]
