@@ -23,6 +23,11 @@ pub struct Footprint {
     pub swap: Bytes,
     /// Recycled by the agent so far.
     pub recycled: Bytes,
+    /// RAM; older records do not tell.
+    pub ram: Option<Bytes>,
+    /// By how much residency fell while the agent was at work: what of that it recycled is not
+    /// counted yet.
+    pub waiting: Bytes,
 }
 
 /// Bytes that left a VM's residency, by what took them. A lower bound: growth in
@@ -74,17 +79,19 @@ impl VmMemory {
         self.own_seen = beyond.max(self.own_seen.share(left));
         self.own_counted = p.own;
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
+        let works = vm.agent.as_ref().is_some_and(|a| a.busy);
         let actual = actual.or(self.footprint.and_then(|s| s.actual));
-        let now = Footprint { actual, resident: p.resident(), swap: p.swap, recycled };
+        let (ram, resident, swap) = (vm.ram, p.resident(), p.swap);
+        let now = Footprint { actual, resident, swap, recycled, ram, waiting: Bytes::ZERO };
         if let Some(was) = self.footprint.replace(now) {
-            let inflated = match (was.actual, now.actual) {
-                (Some(w), Some(n)) => w - n,
-                _ => Bytes::ZERO,
+            // What is plugged in or out moves the size, and the balloon not.
+            let plugged = was.ram.is_some_and(|was| ram.is_some_and(|ram| ram != was));
+            let (inflated, deflated) = match (was.actual, now.actual) {
+                (Some(w), Some(n)) if !plugged => (w - n, n - w),
+                _ => (Bytes::ZERO, Bytes::ZERO),
             };
             self.inflated += inflated;
-            if let (Some(w), Some(n)) = (was.actual, now.actual) {
-                self.returned.given_back += n - w;
-            }
+            self.returned.given_back += deflated;
             // Only what was resident can come; by orders of others nothing is judged.
             let held = (was.resident - self.own()).min(was.actual.unwrap_or_default());
             let free = was.actual.unwrap_or_default() - held;
@@ -94,14 +101,14 @@ impl VmMemory {
             let (zeros, fell) = self.zeros.divide(at, vm, fell);
             self.returned.zeros += zeros;
             let mut left = fell;
-            let mut part = |most: Bytes| {
-                let took = left.min(most);
-                left = left - took;
-                took
-            };
-            self.returned.swap += part(now.swap - was.swap);
-            self.returned.recycled += part(now.recycled - was.recycled);
-            self.returned.balloon += part(inflated);
+            self.returned.swap += part(&mut left, now.swap - was.swap);
+            left += was.waiting;
+            if works {
+                self.footprint.iter_mut().for_each(|f| f.waiting = left);
+                return;
+            }
+            self.returned.recycled += part(&mut left, now.recycled - was.recycled);
+            self.returned.balloon += part(&mut left, inflated);
             if vm.balloon.as_ref().and_then(|b| b.reporting) == Some(true) {
                 self.returned.reporting += left;
             } else {
@@ -109,4 +116,11 @@ impl VmMemory {
             }
         }
     }
+}
+
+/// Takes so much at most off what is left.
+fn part(left: &mut Bytes, most: Bytes) -> Bytes {
+    let took = most.min(*left);
+    *left = *left - took;
+    took
 }
