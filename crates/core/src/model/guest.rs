@@ -190,8 +190,8 @@ pub(crate) fn implausible(
     {
         return Some(format!("{free} free, but {in_map} by its map of free pages"));
     }
-    // Huge pages of a pool are in no process's count.
-    let process = vm.process.filter(|_| vm.pinned.is_none())?;
+    // Huge pages of a pool are in no process's count, nor is shared memory in swap.
+    let process = vm.process.filter(|p| vm.pinned.is_none() && !p.is_shared())?;
     let host_side = process.resident() + process.swap;
     // What it used it has touched: it is in DRAM or in swap (or merged zeroes).
     if least - available > host_side + ram.share(0.25) + slack {
@@ -394,6 +394,10 @@ mod tests {
             swap: Bytes::mib(500),
             ..ProcessMemory::default()
         });
+        assert_eq!(implausible(&vm, &s, GIB), None);
+        // The rest may be in swap, or touched by a device in another process.
+        let shmem = Bytes::mib(300);
+        vm.process = Some(ProcessMemory { shmem, ..ProcessMemory::default() });
         assert_eq!(implausible(&vm, &s, GIB), None);
     }
 

@@ -54,6 +54,9 @@ pub struct VmModel {
     /// In the host's swap, and what of that is the VMM's own.
     pub swap: Option<Bytes>,
     pub own_swap: Bytes,
+    /// Shared memory that Ebb has paged out, which the kernel does not count for a process: what of it
+    /// has not come back, at most.
+    pub shared_away: Bytes,
     pub agent: Option<AgentSample>,
     /// What the guest says, if it can be believed.
     pub guest: Option<GuestModel>,
@@ -196,6 +199,7 @@ impl VmModel {
             advisable: merge::advisable(config, vm),
             resident: vm.process.map(|p| p.resident()),
             swap: vm.process.map(|p| p.swap),
+            shared_away: m.cold.away,
             agent: vm.agent.clone(),
             merge: MergeVm::new(config, vm),
             zeros_stay: merge::zeros_stay(config, vm).unwrap_or_default(),

@@ -135,7 +135,8 @@ fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
 
 /// What of it may still leave DRAM.
 fn spare(vm: &VmModel) -> Bytes {
-    let (resident, swap) = (vm.resident.unwrap_or_default(), vm.swap.unwrap_or_default());
+    let resident = vm.resident.unwrap_or_default();
+    let swap = vm.swap.unwrap_or_default() + vm.shared_away;
     let kept = if vm.paused { KEPT_PAUSED } else { KEPT };
     resident - (resident + swap).share(kept)
 }
@@ -292,6 +293,17 @@ mod tests {
             let (v, m) = cold();
             refused((VmModel { managed: false, paused, ..v }, m));
         }
+    }
+
+    /// Shared memory in swap is in no process's count.
+    #[test]
+    fn a_running_vm_keeps_half_of_its_memory_also_where_that_is_shared() {
+        let with = |resident, shared_away| {
+            let (resident, shared_away) = (Some(Bytes::mib(resident)), Bytes::mib(shared_away));
+            let vm = VmModel { resident, shared_away, ..vm(1) };
+            ask(Pressure::Critical, Some(9999), 999, vec![(vm, quiet_for(1, 200))])
+        };
+        assert_eq!((with(700, 300), with(500, 500)), (vec![(1, 200)], vec![]));
     }
 
     #[test]

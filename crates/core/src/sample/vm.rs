@@ -189,6 +189,12 @@ impl ProcessMemory {
     pub fn resident(&self) -> Bytes {
         self.anon + self.file + self.shmem
     }
+
+    /// Whether most of it is shared memory, as where a VM's RAM is. What of that is in swap is in no
+    /// process's count, nor is what only others have mapped.
+    pub fn is_shared(&self) -> bool {
+        self.shmem > self.anon
+    }
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

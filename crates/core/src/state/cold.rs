@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::sample::ProcessMemory;
 use crate::units::{Bytes, Stamp};
 
 /// Need or residency that moves by more than this share of RAM is work.
@@ -22,6 +23,11 @@ pub struct Cold {
     pub swap: Bytes,
     /// What was paged out on order a tick ago, as the host counts it.
     pub paged_out: Bytes,
+    /// Shared memory that was resident when no order was under way. In swap it is in no process's
+    /// count: what was paged out since, and what was paged out and has not come back.
+    pub shared: Bytes,
+    pub going: Bytes,
+    pub away: Bytes,
     /// Read back since it was last paged out, and paged out before.
     pub back: Bytes,
     pub out: Bytes,
@@ -31,13 +37,13 @@ pub struct Cold {
 }
 
 impl Cold {
-    /// `need` as far as it is known; `held` in DRAM and swap. While an order is `busy`,
-    /// what left and what came back cannot be told apart.
+    /// `need` as far as it is known. While an order is `busy`, what left and what came back cannot
+    /// be told apart.
     pub(super) fn observe(
         &mut self,
         at: Stamp,
         ram: Bytes,
-        (need, held, swap): (Bytes, Bytes, Bytes),
+        (need, process): (Bytes, &ProcessMemory),
         (paged_out, busy): (Bytes, bool),
     ) {
         let far = |a: Bytes, b: Bytes| a.abs_diff(b) > ram.share(QUIET_SHARE).max(Bytes::mib(4));
@@ -45,6 +51,12 @@ impl Cold {
         self.out += out;
         self.swap += out;
         self.paged_out = paged_out;
+        self.going += out;
+        if !busy {
+            self.follow_shared(process);
+        }
+        let swap = process.swap + self.away;
+        let held = process.resident() + swap;
         let mut back = Bytes::ZERO;
         if !busy {
             back = self.swap - swap;
@@ -61,5 +73,52 @@ impl Cold {
             self.count = (self.count + 1).min(16);
             (self.out, self.back) = (Bytes::ZERO, Bytes::ZERO);
         }
+    }
+
+    fn follow_shared(&mut self, process: &ProcessMemory) {
+        let (was, gone) = (self.shared, std::mem::take(&mut self.going));
+        self.shared = process.shmem;
+        if process.is_shared() || self.away > Bytes::ZERO {
+            self.away = (self.away + gone) - (self.shared - was);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A VM of 1 GiB that holds so much in memory, of which so much is in swap by its process's
+    /// count; and so much was paged out on order in all. All in MiB.
+    fn see(c: &mut Cold, s: u64, (anon, shmem, swap): (u64, u64, u64), out: u64) {
+        let [anon, shmem, swap, out] = [anon, shmem, swap, out].map(Bytes::mib);
+        let process = ProcessMemory { anon, shmem, swap, ..ProcessMemory::default() };
+        c.observe(Stamp(s * 1000), Bytes::gib(1), (Bytes::mib(100), &process), (out, false));
+    }
+
+    #[test]
+    fn shared_memory_that_was_paged_out_is_away_until_it_comes_back() {
+        let mut c = Cold::default();
+        see(&mut c, 1, (30, 800, 0), 0);
+        see(&mut c, 200, (30, 800, 0), 0);
+        let quiet = c.since;
+        see(&mut c, 201, (30, 500, 0), 300);
+        assert_eq!((c.away, c.back, c.back_until), (Bytes::mib(300), Bytes::ZERO, None));
+        assert_eq!(c.since, quiet, "it is as quiet as before");
+        see(&mut c, 202, (30, 200, 0), 600);
+        assert_eq!((c.away, c.since), (Bytes::mib(600), quiet));
+        see(&mut c, 203, (30, 400, 0), 600);
+        assert_eq!((c.away, c.since), (Bytes::mib(400), Stamp(203_000)), "read back");
+        assert!(c.back_until.is_some(), "a third of it");
+    }
+
+    #[test]
+    fn private_memory_is_in_swap_by_its_process_s_count() {
+        let mut c = Cold::default();
+        see(&mut c, 1, (800, 9, 0), 0);
+        see(&mut c, 200, (500, 5, 300), 300);
+        assert_eq!((c.away, c.back), (Bytes::ZERO, Bytes::ZERO));
+        see(&mut c, 201, (600, 9, 200), 300);
+        assert_eq!((c.away, c.back_until.is_some()), (Bytes::ZERO, true));
     }
 }

@@ -182,8 +182,7 @@ impl VmMemory {
             let need = self.need().unwrap_or_default();
             let paged =
                 vm.tasks.offload.as_ref().map_or((Bytes::ZERO, false), |o| (o.paged_out, o.busy));
-            let seen = (need, p.resident() + p.swap, p.swap);
-            self.cold.observe(at, vm.ram.unwrap_or_default(), seen, paged);
+            self.cold.observe(at, vm.ram.unwrap_or_default(), (need, &p), paged);
         }
         if self.harm > 0 && self.harm_at.is_none_or(|t| at.since(t) >= FORGIVE_MS) {
             (self.harm, self.harm_at) = (self.harm - 1, Some(at));
