@@ -171,6 +171,9 @@ pub struct ProcessMemory {
     /// `VmLck`.
     #[serde(default)]
     pub locked: Bytes,
+    /// `HugetlbPages`: of pools of huge pages, and in none of the others.
+    #[serde(default, skip_serializing_if = "Bytes::is_zero")]
+    pub hugetlb: Bytes,
     /// `None`: not counted lately.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub own: Option<OwnMemory>,

@@ -38,9 +38,13 @@ pub fn find<'a>(state: &'a State, name: &str) -> Result<&'a Vm> {
 
 pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
     let size = |b: Option<Bytes>| b.map_or("?".to_string(), |b| b.to_string());
+    let pool = match vm.hugetlb {
+        Bytes(0) => String::new(),
+        pool => format!(", {pool} of a pool of huge pages"),
+    };
     let mut out = format!(
         "{} (pid {}), tier {}\n  size      {} of {} RAM; floor {}, ceiling {}{}\n  \
-         resident  {}, in swap {}\n  guest     needs {}, working set {}, has {} available\n  \
+         resident  {}, in swap {}{pool}\n  guest     needs {}, working set {}, has {} available\n  \
          now       {}\n  host      {}: {}\n",
         vm.name,
         vm.pid,
@@ -115,7 +119,7 @@ pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
 /// host still holds (only its module tells), what is the VMM's, and the rest. A guest uses memory
 /// that the host does not hold, too: in swap, or freed as zeros.
 fn held_for(vm: &Vm) -> Option<String> {
-    let (resident, swap) = (vm.resident?, vm.swap.unwrap_or_default());
+    let (resident, swap) = (vm.resident? + vm.hugetlb, vm.swap.unwrap_or_default());
     let (known, uses, rest) = by_module(vm).or_else(|| by_statistics(vm))?;
     let mut said = if let Some(vmm) = vm.vmm.filter(|vmm| known + *vmm <= resident) {
         format!("{uses}, {vmm} of the VMM itself; {rest}: {} or more", resident - known - vmm)
@@ -143,8 +147,10 @@ fn merged_now(m: &MergeSample) -> Bytes {
 fn by_module(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
     let agent = vm.agent.as_ref()?;
     let (facts, held, free) = (agent.facts.as_ref()?, agent.held?, agent.free?);
-    let anon = Bytes::pages(facts.anon + facts.shmem);
-    let cache = Bytes::pages(facts.cached + facts.buffers) - Bytes::pages(facts.shmem);
+    // A guest may tell any numbers.
+    let anon = Bytes::pages(facts.anon) + Bytes::pages(facts.shmem);
+    let cache =
+        Bytes::pages(facts.cached) + Bytes::pages(facts.buffers) - Bytes::pages(facts.shmem);
     let used = vm.actual.or(vm.ram)? - free;
     let partial = agent.held_partial.filter(|partial| *partial > Bytes(0));
     let partial = partial.map_or(String::new(), |partial| {
@@ -255,6 +261,10 @@ mod tests {
         let said = held_for(&vm).unwrap();
         let begin = "112 MiB that the guest uses (its account does not fit: it changes fast, or lies), 14 MiB";
         assert!(said.starts_with(begin), "a guest that lies: {said}");
+        let most = Facts { anon: u64::MAX, shmem: 1, cached: u64::MAX, buffers: 1, ..facts };
+        vm.agent.as_mut().unwrap().facts = Some(most);
+        let said = held_for(&vm).unwrap();
+        assert!(said.starts_with(begin), "with the largest numbers: {said}");
         vm.agent.as_mut().unwrap().held = None;
         assert_eq!(held_for(&vm), None, "not known is not zero");
         (vm.guest_total, vm.guest_free) = (Some(mib(490)), Some(mib(400)));
@@ -269,6 +279,11 @@ mod tests {
         vm.actual = Some(mib(450));
         assert!(held_for(&vm).unwrap().starts_with("50 MiB that the guest uses"));
         vm.actual = vm.ram;
+        (vm.resident, vm.hugetlb) = (Some(mib(30)), mib(512));
+        let said = held_for(&vm).unwrap();
+        let end = "free in the guest, or its kernel's image, or the VMM's own: 452 MiB or more";
+        assert!(said.ends_with(end), "a pool of huge pages is in memory: {said}");
+        (vm.resident, vm.hugetlb) = (full.0, mib(0));
         let stat =
             KsmStat { merging_pages: Some(pages(7)), zero_pages: Some(9), ..KsmStat::default() };
         vm.merge = Some(MergeSample { stat, ..MergeSample::default() });

@@ -161,7 +161,7 @@ pub fn read_status(root: &Root, pid: u32) -> Result<Option<ProcessMemory>, Probe
 pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
     let (mut memory, mut seen) = (ProcessMemory::default(), false);
     let all = text.lines().enumerate();
-    for (i, line) in all.filter(|(_, line)| line.starts_with(['R', 'V'])) {
+    for (i, line) in all.filter(|(_, line)| line.starts_with(['R', 'V', 'H'])) {
         let Some((key, value)) = line.split_once(':') else { continue };
         let field = match key {
             "RssAnon" => &mut memory.anon,
@@ -169,6 +169,7 @@ pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
             "RssShmem" => &mut memory.shmem,
             "VmSwap" => &mut memory.swap,
             "VmLck" => &mut memory.locked,
+            "HugetlbPages" => &mut memory.hugetlb,
             _ => continue,
         };
         *field = parse_kib(value).ok_or_else(|| ParseError::new(i + 1, line))?;
