@@ -36,7 +36,7 @@ pub struct AgentSample {
     /// What the module says of the guest's memory, without an exit: hints too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<Facts>,
-    /// It still works on an order to recycle.
+    /// It still works on an order to recycle, or is about to.
     pub busy: bool,
     /// What was done since the agent was attached.
     pub counters: Counters,

@@ -132,7 +132,9 @@ impl AgentLink {
             held_partial: status.held_partial,
             allocated: self.facts.map(|f| Bytes::pages(f.alloc)),
             facts: self.facts,
-            busy: self.asked.iter().any(|(kind, _)| *kind == RequestKind::Recycle),
+            // One that waits for QEMU's word may go out before the next plan is made.
+            busy: self.waiting.is_some()
+                || self.asked.iter().any(|(kind, _)| *kind == RequestKind::Recycle),
             counters: status.counters,
             windows: status.windows,
             waits: status.waits,

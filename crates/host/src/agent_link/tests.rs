@@ -131,6 +131,7 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     link.order(&order(Some(Default::default()), false));
     assert_eq!(sent(&link), [], "that was in an earlier tick");
     assert!(link.awaits_findings());
+    assert!(link.sample().busy, "no balloon is to grow meanwhile");
     link.known_now = true;
     link.send_waiting();
     // The map is copied after pages were given back by the copy before.
@@ -148,7 +149,10 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     link.order(&order(Some(Default::default()), false));
     link.order(&order(None, true));
     assert_eq!(link.asked.len(), 3, "nor is the map copied before");
+    assert!(link.sample().busy);
     link.stand_down(Stage::Met);
+    link.asked.clear();
+    assert!(!link.sample().busy);
     assert_eq!(link.waiting, None, "it is not sent once RAM was handed over anew");
 }
 

@@ -1,5 +1,6 @@
 //! The whole host on a tree of files and on sockets of tests.
 
+mod orders;
 mod shared;
 
 use super::*;
