@@ -10,7 +10,7 @@ use crate::config::Config;
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim};
 use crate::policy::{Decided, decide};
-use crate::sample::{Sample, VmId};
+use crate::sample::{Sample, VmId, VmSample};
 use crate::state::{Memory, Owned, VmMemory};
 use crate::task::StageName;
 use crate::units::{Bytes, Stamp};
@@ -125,6 +125,9 @@ const GROWTH_OF_MANY: Bytes = Bytes::mib(128);
 /// have touched gigabytes meanwhile.
 const LOOK_MOST_MS: u64 = 3_000;
 
+/// How long a request for one VM's memory waits for its agent, and how many wait at most.
+const POSTPONED: (u64, usize) = (5_000, 64);
+
 /// Strikes whatever takes from a plan.
 fn only_gives(plan: &mut Plan) {
     // What takes an order to shrink back takes nothing.
@@ -149,12 +152,15 @@ pub struct Engine {
     pub dry_run: bool,
     number: u64,
     written: Option<Owned>,
+    /// Requests that wait, and since when.
+    postponed: Vec<(Stamp, Reclaim)>,
 }
 
 impl Engine {
     /// A loop that knows nothing yet.
     pub fn new(config: Config, dry_run: bool) -> Engine {
-        Engine { config, memory: Memory::default(), dry_run, number: 0, written: None }
+        let (memory, postponed) = (Memory::default(), Vec::new());
+        Engine { config, memory, dry_run, number: 0, written: None, postponed }
     }
 
     /// Takes over what an earlier daemon had taken, and what it remembered, where that was
@@ -168,7 +174,7 @@ impl Engine {
 
     pub fn step(&mut self, host: &mut impl Host) -> (Tick, Model) {
         let sample = host.read(&self.memory.owed_ids());
-        let said = (host.requests(), host.wishes());
+        let said = (self.due(&sample, host.requests()), host.wishes());
         let (model, Decided { mut plan, merging }) = self.think(&sample, &said);
         let mut forbidden = None;
         let mut outcomes = Vec::new();
@@ -223,6 +229,26 @@ impl Engine {
         (tick, model)
     }
 
+    /// The requests that are for this tick. One for a VM whose agent is at work, or may not work while
+    /// the balloon grows, waits for the end of that.
+    fn due(&mut self, sample: &Sample, new: Vec<Reclaim>) -> Vec<Reclaim> {
+        let at = sample.at;
+        let works = |vm: &VmSample| {
+            let agent = vm.agent.as_ref().filter(|a| a.is_ready() && !a.observes);
+            let size = vm.balloon.as_ref().map(|b| b.actual);
+            agent.is_some_and(|a| a.busy || self.memory.of(vm.id).inflates(at, size))
+        };
+        let waits = |(since, request): &(Stamp, Reclaim)| {
+            let its = |vm: &&VmSample| request.vm.is_some() && request.means(&vm.name);
+            at.since(*since) < POSTPONED.0 && sample.vms.iter().filter(its).any(works)
+        };
+        let all = self.postponed.iter().cloned().chain(new.into_iter().map(|r| (at, r)));
+        let (mut later, now): (Vec<_>, Vec<_>) = all.partition(waits);
+        later.truncate(POSTPONED.1);
+        self.postponed = later;
+        now.into_iter().map(|(_, request)| request).collect()
+    }
+
     fn think(&mut self, sample: &Sample, (requests, wishes): &Said) -> (Model, Decided) {
         self.memory.observe(sample);
         self.memory.wish(wishes);
@@ -251,6 +277,7 @@ impl Engine {
     /// they are asked again.
     pub fn next(&self, model: &Model) -> Next {
         let busy = model.host.state > Pressure::Clear
+            || !self.postponed.is_empty()
             || model.vms.iter().any(|v| {
                 v.owed.0 > 0 && !matches!(v.standing, Standing::Off(_)) || !v.distress.is_empty()
             })

@@ -57,3 +57,10 @@ pub struct AgentSample {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub open: Option<Bytes>,
 }
+
+impl AgentSample {
+    /// Whether it answers and has a map that holds.
+    pub fn is_ready(&self) -> bool {
+        self.link == Link::Up && self.state == AgentState::Ready
+    }
+}
