@@ -50,7 +50,7 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Decided {
         |name, missing, expected, why| stages.push(Stage { name, missing, expected, why });
 
     let recycle = recycle::recycle(model, memory, requests);
-    let recycled = recycled(model, &recycle);
+    let recycled = recycled(model, memory, &recycle);
     let freed: Bytes = recycled.iter().copied().sum();
 
     // Both run in the background; later samples show what they freed.
@@ -124,11 +124,10 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Decided {
 }
 
 /// What the orders to recycle are expected to bring at once of each VM.
-fn recycled(model: &Model, orders: &[RecycleOrder]) -> Vec<Bytes> {
+fn recycled(model: &Model, memory: &Memory, orders: &[RecycleOrder]) -> Vec<Bytes> {
     let one = |vm: &VmModel| {
         let job = orders[orders.binary_search_by_key(&vm.id, |o| o.vm).ok()?].recycle?;
-        let held = vm.agent.as_ref().and_then(|a| a.held).unwrap_or_default();
-        Some(job.max_bytes.map_or(held, |most| most.min(held)))
+        Some(recycle::expected(model, vm, memory.of(vm.id), &job))
     };
     model.vms.iter().map(|vm| one(vm).unwrap_or_default()).collect()
 }

@@ -29,7 +29,7 @@ pub use self::growth::{Fastest, Growth};
 pub use self::ledger::{FOREIGN_MS, Ledger, Move};
 pub use self::rates::GuestRates;
 pub use self::recent::Recent;
-pub use self::recycle::{Batch, RecycleMemory, Whole};
+pub use self::recycle::{Batch, Left, RecycleMemory, RecycleOrdered, Whole};
 pub use self::sizes::Sizes;
 pub use self::vm::*;
 pub use self::yields::Yields;
@@ -38,6 +38,7 @@ use crate::model::{Limit, Model, Pressure};
 use crate::plan::{Action, MergeWish, Outcome, Plan, Stage};
 use crate::policy::Decided;
 use crate::policy::merge::{self, Candidates, MergeMemory};
+use crate::policy::recycle as recycling;
 use crate::sample::{Sample, VmId, VmSample, Vmstat};
 use crate::task::{LastOrder, StageName};
 use crate::units::{Bytes, Stamp};
@@ -461,11 +462,18 @@ impl Memory {
             *(order.slot)(&mut m.ordered) = Some(last);
         }
         for order in &plan.recycle {
+            let vm = model.vm(order.vm);
+            let ordered = vm.zip(order.recycle).map(|(vm, job)| {
+                let expected = recycling::expected(model, vm, self.of(vm.id), &job);
+                let (state, most) = (recycling::reach(model, vm, &job), job.max_bytes);
+                let part = job.is_whole() || state == Pressure::Critical && most.is_some();
+                RecycleOrdered { state, expected, most, part }
+            });
             let m = self.vm_mut(order.vm);
+            m.recycle.ordered = ordered.or(m.recycle.ordered);
             let whole = order.recycle.is_some_and(|r| !r.marked && r.is_whole());
             if whole {
-                let free = model.vms.iter().find(|vm| vm.id == order.vm);
-                let free = free.and_then(|vm| vm.agent.as_ref()?.free).unwrap_or_default();
+                let free = vm.and_then(|vm| vm.agent.as_ref()?.free).unwrap_or_default();
                 let most = order.recycle.and_then(|r| r.max_bytes);
                 m.recycle.whole = Some(Whole::ordered(m.recycle.whole, model.at, free, most));
             } else {

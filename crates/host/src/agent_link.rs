@@ -102,6 +102,8 @@ pub(crate) struct AgentLink {
     known_now: bool,
     /// An order that is sent when QEMU has told that anew.
     waiting: Option<Waiting>,
+    /// The last order that was carried out did not come to the end of the map.
+    more: bool,
     objections: Vec<String>,
     firmware: Firmware,
     /// A socket was opened beside shared RAM: which, and when that was heard.

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::LastResort;
 use crate::policy::allot::{Level, want};
-use crate::policy::recycle::usable;
+use crate::policy::recycle::to_come_in;
 use crate::policy::take::{base, idle, priced};
 use crate::state::{Memory, Recent, VmMemory};
 use crate::units::{Bytes, Stamp};
@@ -159,7 +159,8 @@ fn vm_supply(at: Stamp, vm: &VmModel, m: &VmMemory) -> VmSupply {
         may_take: owed - host_side,
         ..VmSupply::default()
     };
-    supply.free = usable(vm).and_then(|a| a.held).unwrap_or_default();
+    // What is to come if all must go.
+    supply.free = to_come_in(Pressure::Critical, vm, m);
     let ready = vm.standing == Standing::Ready && vm.distress.is_empty();
     if let (true, Some(actual), Some(g)) = (ready, vm.actual, vm.guest.as_ref()) {
         let base = base(m, actual);

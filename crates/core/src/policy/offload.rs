@@ -12,8 +12,7 @@
 //! VMs that migrate, guests in distress.
 
 use crate::model::{Model, Pressure, Standing, VmModel};
-use crate::policy::recycle::usable;
-use crate::sample::AgentSample;
+use crate::policy::recycle::{to_come, usable};
 use crate::state::{Memory, VmMemory};
 use crate::task::OffloadOrder;
 use crate::units::Bytes;
@@ -29,7 +28,7 @@ const KEPT: f64 = 0.5;
 const KEPT_PAUSED: f64 = 0.1;
 /// Less is not worth an order.
 const LEAST: Bytes = Bytes::mib(4);
-/// An agent that holds less of freed memory than this has been recycled.
+/// A VM of which recycling is to bring less than this has been recycled.
 const RECYCLED: Bytes = Bytes::mib(16);
 
 /// What all VMs together page out in a second.
@@ -119,8 +118,7 @@ fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
     if vm.tasks.offload.as_ref().is_some_and(|o| o.busy) {
         return None;
     }
-    let recycled = |a: &AgentSample| !a.busy && a.held.unwrap_or_default() < RECYCLED;
-    if usable(vm).is_some_and(|a| !recycled(a)) {
+    if usable(vm).is_some_and(|a| a.busy) || to_come(model, vm, m) >= RECYCLED {
         return None;
     }
     if m.cold.back_until.is_some_and(|t| t > model.at) {
@@ -145,8 +143,8 @@ fn spare(vm: &VmModel) -> Bytes {
 mod tests {
     use super::*;
     use crate::model::HostModel;
-    use crate::sample::{Link, VmId};
-    use crate::state::Cold;
+    use crate::sample::{AgentSample, Link, VmId};
+    use crate::state::{Cold, Left};
     use crate::task::OffloadSample;
     use crate::units::Stamp;
     use crate::wire::AgentState;
@@ -332,5 +330,10 @@ mod tests {
         };
         assert_eq!(with(100), []);
         assert_eq!(with(2), [(1, 99)]);
+        // What recycling leaves is no reason to keep the rest.
+        let mut m = quiet_for(1, 200);
+        m.recycle.left = Some(Left { state: Pressure::Critical, bytes: Bytes::mib(90) });
+        let vm = VmModel { agent: Some(agent(100)), ..vm(1) };
+        assert_eq!(ask(Pressure::Critical, Some(999), 99, vec![(vm, m)]), [(1, 99)]);
     }
 }

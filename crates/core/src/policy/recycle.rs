@@ -18,10 +18,10 @@
 
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::{Reclaim, RecycleOrder};
-use crate::sample::{AgentSample, Link};
-use crate::state::{Memory, RecycleMemory, Whole};
+use crate::sample::AgentSample;
+use crate::state::{Memory, RecycleMemory, VmMemory, Whole};
 use crate::units::Bytes;
-use crate::wire::{AgentState, HugePages, MOST_CLOSED, Recycle};
+use crate::wire::{HugePages, MOST_CLOSED, Recycle};
 
 /// Less than this is not worth a call.
 const LEAST: Bytes = Bytes::mib(1);
@@ -126,8 +126,31 @@ pub(super) fn usable(vm: &VmModel) -> Option<&AgentSample> {
     if matches!(vm.standing, Standing::Off(_)) && !vm.beyond_balloon {
         return None;
     }
-    let works = |a: &&AgentSample| a.link == Link::Up && a.state == AgentState::Ready;
-    vm.agent.as_ref().filter(works).filter(|a| !a.observes)
+    vm.agent.as_ref().filter(|a| a.is_ready() && !a.observes)
+}
+
+/// What of a VM recycling is likely to bring, now and by the orders that follow: no more than the
+/// host holds of it, whatever its map says.
+pub(super) fn to_come(model: &Model, vm: &VmModel, m: &VmMemory) -> Bytes {
+    to_come_in(model.state_of(vm), vm, m)
+}
+
+/// The same on a host in this state.
+pub(super) fn to_come_in(state: Pressure, vm: &VmModel, m: &VmMemory) -> Bytes {
+    let held = usable(vm).and_then(|agent| agent.held).unwrap_or_default();
+    m.recycle.to_come(state, held.min(vm.resident.unwrap_or(held)))
+}
+
+/// The state of a host on which orders go as far as this one.
+pub(crate) fn reach(model: &Model, vm: &VmModel, job: &Recycle) -> Pressure {
+    let all = job.huge == HugePages::Split && job.split_min_pages <= 1 && !job.marked;
+    if all { Pressure::Critical } else { model.state_of(vm) }
+}
+
+/// What this order is likely to bring.
+pub(crate) fn expected(model: &Model, vm: &VmModel, m: &VmMemory, job: &Recycle) -> Bytes {
+    let to_come = to_come_in(reach(model, vm, job), vm, m);
+    job.max_bytes.map_or(to_come, |most| most.min(to_come))
 }
 
 /// All that is free and held, or what requests still ask for, at once.
@@ -246,9 +269,9 @@ fn whole_at_once(
 mod tests {
     use super::*;
     use crate::model::{HostModel, Limit};
-    use crate::sample::VmId;
-    use crate::state::VmMemory;
+    use crate::sample::{Link, VmId};
     use crate::units::Stamp;
+    use crate::wire::AgentState;
 
     const ID: VmId = VmId { pid: 1, start: 1 };
 

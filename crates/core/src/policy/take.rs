@@ -14,7 +14,7 @@ use crate::plan::Reason;
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, LEAST_MARKS};
 use crate::policy::balloon::CALM_MS;
-use crate::policy::recycle::usable;
+use crate::policy::recycle::{to_come, usable};
 use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
@@ -223,11 +223,12 @@ fn candidate(
     if let (true, Some(left)) = (calm, left) {
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
     }
-    // What is free already goes first, and never both at a time.
+    // What is free already goes first, and never both at a time. What recycling leaves is the
+    // balloon's.
     if let Some(agent) = usable(vm) {
-        let held = agent.held.unwrap_or_default();
-        if agent.busy || held >= LEAST_STEP {
-            return Err(format!("{held} that it has freed are recycled first"));
+        let freed = to_come(model, vm, m);
+        if agent.busy || freed >= LEAST_STEP {
+            return Err(format!("{freed} that it has freed are recycled first"));
         }
     }
     let before = base(m, actual);

@@ -38,6 +38,9 @@ pub struct AgentSample {
     pub facts: Option<Facts>,
     /// It still works on an order to recycle, or is about to.
     pub busy: bool,
+    /// The last order did not come to the end of the map: its time was up, or it had enough.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub more: bool,
     /// What was done since the agent was attached.
     pub counters: Counters,
     #[serde(default, skip_serializing_if = "Histogram::is_empty")]

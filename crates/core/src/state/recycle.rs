@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::model::Pressure;
 use crate::sample::AgentSample;
 use crate::units::{Bytes, Stamp};
 use crate::wire::AgentState;
@@ -17,8 +18,8 @@ pub struct RecycleMemory {
     /// how long pages must have been free, so that a burst that is over does not hold
     /// back what it freed.
     pub alloc_rate: f64,
-    /// Its allocations and the recycled bytes a tick ago.
-    pub was: Option<(Stamp, Bytes, Bytes)>,
+    /// Its allocations, where they were known, and the recycled bytes a tick ago.
+    pub was: Option<(Stamp, Option<Bytes>, Bytes)>,
     /// How often slack was doubled because recycled memory was taken back.
     pub backoff: u32,
     /// What was recycled since `since`, and what residency was after it.
@@ -32,6 +33,34 @@ pub struct RecycleMemory {
     pub back_rate: f64,
     /// What was resident a tick ago.
     pub resident: Bytes,
+    /// The last order, until it is carried out.
+    pub ordered: Option<RecycleOrdered>,
+    /// What such orders leave of what is free and held.
+    pub left: Option<Left>,
+    /// How often an order for pieces brought less than half of what was expected, less how often one
+    /// did not.
+    pub doubt: u32,
+}
+
+/// An order that is not carried out yet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RecycleOrdered {
+    /// It goes as far as one on a host in this state.
+    pub state: Pressure,
+    pub expected: Bytes,
+    /// The most that it is to bring.
+    pub most: Option<Bytes>,
+    /// What it leaves others may take: it is for whole blocks only, or for as much as an operator
+    /// wants.
+    pub part: bool,
+}
+
+/// What an order has left: pieces that are too small, and what the guest keeps as slack.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Left {
+    /// One on a host in this state, or a better one, leaves as much.
+    pub state: Pressure,
+    pub bytes: Bytes,
 }
 
 /// An order for whole blocks, and what became free since.
@@ -74,13 +103,20 @@ const REFAULT_MS: u64 = 5_000;
 const REFAULT_SHARE: f64 = 0.3;
 /// Seconds over which the rate of what comes back is averaged.
 const BACK_S: f64 = 10.0;
+/// What is expected of an order is halved so often at most.
+const DOUBT_MOST: u32 = 16;
+/// An order that brought all but this of its most has ended for that: blocks are not cut.
+const ENOUGH: Bytes = Bytes::mib(2);
+/// One that brought this much may have ended for want of time.
+const MUCH: Bytes = Bytes::mib(16);
 
 impl RecycleMemory {
     pub(super) fn observe(&mut self, at: Stamp, agent: &AgentSample, resident: Bytes) {
-        let allocated = agent.allocated.unwrap_or_default();
+        let allocated = agent.allocated;
         let recycled = agent.counters.recycled;
         if agent.state != AgentState::Ready {
             (self.marked, self.whole) = (None, None);
+            (self.ordered, self.left) = (None, None);
         }
         if agent.busy {
             // What its work brought is not counted yet.
@@ -91,8 +127,11 @@ impl RecycleMemory {
         {
             let seconds = (at.since(was_at) as f64 / 1000.0).max(0.001);
             let weight = (seconds / 2.0).min(1.0);
-            let rate = (allocated - was_allocated).0 as f64 / seconds;
-            self.alloc_rate = self.alloc_rate * (1.0 - weight) + rate * weight;
+            // The first word is all that it has allocated since its boot.
+            if let (Some(now), Some(was)) = (allocated, was_allocated) {
+                let rate = (now - was).0 as f64 / seconds;
+                self.alloc_rate = self.alloc_rate * (1.0 - weight) + rate * weight;
+            }
             let more = recycled - was_recycled;
             self.count_back(seconds, more, resident);
             self.watch(at, more, resident);
@@ -100,8 +139,38 @@ impl RecycleMemory {
                 whole.free = whole.free.min(free);
                 whole.brought += more;
             }
+            self.see_left(more, agent);
         }
         self.resident = resident;
+    }
+
+    /// Takes in what the last order brought, and what is held now.
+    fn see_left(&mut self, brought: Bytes, agent: &AgentSample) {
+        let held = agent.held.unwrap_or_default();
+        let Some(ordered) = self.ordered.take() else {
+            self.left.iter_mut().for_each(|left| left.bytes = left.bytes.min(held));
+            return;
+        };
+        if ordered.part {
+            return;
+        }
+        let enough = ordered.most.is_some_and(|most| brought + ENOUGH >= most);
+        let late = agent.more && brought >= MUCH && !enough;
+        if !late {
+            self.left = Some(Left { state: ordered.state, bytes: held });
+        }
+        if brought < ordered.expected.share(0.5) {
+            self.doubt = (self.doubt + 1).min(DOUBT_MOST);
+        } else {
+            self.doubt = self.doubt.saturating_sub(1);
+        }
+    }
+
+    /// What an order on a host in this state is likely to bring, where so much is free and held by
+    /// the guest's word: not what such orders have left, and half as much for each doubt.
+    pub fn to_come(&self, state: Pressure, held: Bytes) -> Bytes {
+        let left = self.left.filter(|left| state <= left.state).map_or(Bytes::ZERO, |l| l.bytes);
+        Bytes((held - left).0 >> self.doubt.min(DOUBT_MOST))
     }
 
     /// What was faulted in is what residency grew by and what was recycled meanwhile. As much
@@ -192,5 +261,107 @@ mod tests {
         look(&mut m, 2, 200, 0, true);
         look(&mut m, 3, 100, 300, false);
         assert_eq!((m.back_rate, m.away), (0.0, Bytes::mib(300)));
+    }
+
+    #[test]
+    fn what_was_allocated_before_the_first_word_of_it_is_no_rate() {
+        let mut m = RecycleMemory::default();
+        let mut see = |at_s: u64, allocated: Option<u64>| {
+            let allocated = allocated.map(Bytes::mib);
+            let agent =
+                AgentSample { state: AgentState::Ready, allocated, ..AgentSample::default() };
+            m.observe(Stamp(at_s * 1000), &agent, Bytes::mib(100));
+            m.alloc_rate as u64 >> 20
+        };
+        // The module is asked for its facts a tick after its map was found.
+        assert_eq!([see(1, None), see(2, Some(500_000)), see(3, Some(500_010))], [0, 0, 5]);
+        assert_eq!([see(4, None), see(5, Some(500_030)), see(6, Some(500_030))], [5, 5, 2]);
+    }
+
+    /// An order that brought so much, after which so much is held.
+    fn order(m: &mut RecycleMemory, state: Pressure, part: bool, (brought, held): (u64, u64)) {
+        carried_out(
+            m,
+            RecycleOrdered { state, part, ..RecycleOrdered::default() },
+            (brought, held),
+            false,
+        );
+    }
+
+    /// The same; `more`: the agent did not come to the end of its map.
+    fn carried_out(
+        m: &mut RecycleMemory,
+        order: RecycleOrdered,
+        (brought, held): (u64, u64),
+        more: bool,
+    ) {
+        let (at, allocated, recycled) = m.was.unwrap_or_default();
+        let (at, recycled) = (at.plus(1000), recycled + Bytes::mib(brought));
+        m.was.get_or_insert((at, allocated, Bytes::ZERO));
+        let expected = m.to_come(order.state, Bytes::mib(1000));
+        m.ordered = Some(RecycleOrdered { expected, ..order });
+        let counters = Counters { recycled, ..Counters::default() };
+        let (state, held) = (AgentState::Ready, Some(Bytes::mib(held)));
+        let agent = AgentSample { state, counters, held, more, ..AgentSample::default() };
+        m.observe(at, &agent, Bytes::gib(2));
+    }
+
+    #[test]
+    fn what_orders_leave_is_not_expected_of_the_next_unless_that_goes_further() {
+        let mut m = RecycleMemory::default();
+        let to_come = |m: &RecycleMemory, state| m.to_come(state, Bytes::mib(1000)).0 >> 20;
+        assert_eq!(to_come(&m, Pressure::Soft), 1000);
+        order(&mut m, Pressure::Soft, true, (500, 1000));
+        assert_eq!(to_come(&m, Pressure::Soft), 1000, "pieces are not tried yet");
+        order(&mut m, Pressure::Soft, false, (600, 400));
+        assert_eq!([Pressure::Clear, Pressure::Soft].map(|s| to_come(&m, s)), [600; 2]);
+        assert_eq!([Pressure::Hard, Pressure::Critical].map(|s| to_come(&m, s)), [1000; 2]);
+        // The guest has used a part of it since.
+        let agent = AgentSample {
+            state: AgentState::Ready,
+            held: Some(Bytes::mib(100)),
+            ..AgentSample::default()
+        };
+        m.observe(Stamp(9000), &agent, Bytes::gib(2));
+        assert_eq!(to_come(&m, Pressure::Soft), 900);
+        let lost = AgentSample::default();
+        m.observe(Stamp(9100), &lost, Bytes::gib(2));
+        assert_eq!(to_come(&m, Pressure::Soft), 1000, "another map");
+    }
+
+    #[test]
+    fn what_an_order_had_no_time_for_comes_of_the_next() {
+        let left = |most: Option<u64>, brought, more| {
+            let mut m = RecycleMemory::default();
+            let most = most.map(Bytes::mib);
+            let order = RecycleOrdered { most, ..RecycleOrdered::default() };
+            carried_out(&mut m, order, (brought, 1000 - brought), more);
+            m.left.map(|left| left.bytes.0 >> 20)
+        };
+        assert_eq!((left(None, 300, true), left(Some(900), 300, true)), (None, None));
+        assert_eq!(left(None, 300, false), Some(700), "it has seen all of the map");
+        assert_eq!(
+            left(Some(301), 300, true),
+            Some(700),
+            "as much as was wanted: the rest is slack"
+        );
+        assert_eq!(left(None, 3, true), Some(997), "no time was lacking for so little");
+    }
+
+    #[test]
+    fn a_guest_whose_map_promises_more_than_comes_is_believed_ever_less() {
+        let mut m = RecycleMemory::default();
+        let mut expected = Vec::new();
+        for _ in 0..12 {
+            expected.push(m.to_come(Pressure::Critical, Bytes::mib(1000)).0 >> 20);
+            // It calls its pages free again once they were looked at.
+            order(&mut m, Pressure::Critical, false, (0, 0));
+        }
+        assert_eq!((&expected[..3], expected[11]), (&[1000, 500, 250][..], 0));
+        for _ in 0..12 {
+            let half = m.to_come(Pressure::Critical, Bytes::mib(1000)).0 >> 20;
+            order(&mut m, Pressure::Critical, false, (half / 2 + 1, 0));
+        }
+        assert_eq!(m.to_come(Pressure::Critical, Bytes::mib(1000)), Bytes::mib(1000));
     }
 }

@@ -106,6 +106,7 @@ impl AgentLink {
             (RequestKind::Facts, Ok(Answer::Facts(facts))) => {
                 self.facts = Some(facts);
             }
+            (RequestKind::Recycle, Ok(Answer::Recycled(done))) => self.more = done.more,
             (_, Err(AgentError::Refused(..)) | Ok(_)) => {}
             (_, Err(e)) => self.lose(e.to_string()),
         }
@@ -135,6 +136,7 @@ impl AgentLink {
             // One that waits for QEMU's word may go out before the next plan is made.
             busy: self.waiting.is_some()
                 || self.asked.iter().any(|(kind, _)| *kind == RequestKind::Recycle),
+            more: self.more,
             counters: status.counters,
             windows: status.windows,
             waits: status.waits,

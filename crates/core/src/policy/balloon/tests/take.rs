@@ -1,7 +1,7 @@
 //! Who is asked for how much on a short host, and what every guest keeps.
 
 use super::*;
-use crate::state::GuestRates;
+use crate::state::{GuestRates, Left};
 
 #[test]
 fn who_brings_nothing_is_not_asked() {
@@ -456,6 +456,16 @@ fn what_is_free_already_is_recycled_before_a_guest_is_ballooned() {
         taken(&decide(host(Pressure::Critical, 500, 0), vec![vm], vec![]), 0)
     };
     assert_eq!((ask(agent(100, false)), ask(agent(0, true)), ask(agent(5, false))), (0, 0, 500));
+    // What an order has left will not come of the next either.
+    let beside = |state, left| {
+        let vm = VmModel { agent: Some(agent(100, false)), ..vm(1, 1024, 900) };
+        let left = Some(Left { state: Pressure::Hard, bytes: Bytes::mib(left) });
+        let mut m = remembered(1);
+        m.recycle.left = left;
+        taken(&decide(host(state, 900, 0), vec![vm], vec![m]), 0)
+    };
+    assert!(beside(Pressure::Soft, 90) > 0 && beside(Pressure::Hard, 90) > 0);
+    assert_eq!((beside(Pressure::Hard, 50), beside(Pressure::Critical, 90)), (0, 0));
 }
 
 #[test]
