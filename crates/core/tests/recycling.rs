@@ -130,10 +130,16 @@ fn a_map_that_lies_keeps_no_other_guest_from_being_asked() {
         let end = ticks.last().unwrap();
         assert!(host.toy.guests[1].actual < Bytes::gib(7), "{:?}", host.toy.guests);
         assert!(end.1 <= Pressure::Soft, "{:?}", end.0.plan.stages);
-        // What did not come is not expected again and again.
-        let stages = &engine.memory.stages;
-        let recycle = stages.iter().find(|t| t.name == StageName::Recycle).unwrap();
-        assert!(recycle.expected <= Bytes::gib(20), "{recycle:?}");
+        // What did not come is not expected again and again: it is halved each time.
+        let expected = |engine: &Engine| {
+            let stage = engine.memory.stages.iter().find(|t| t.name == StageName::Recycle);
+            stage.unwrap().expected
+        };
+        let before = expected(&engine);
+        host.run(&mut engine, 60);
+        let more = expected(&engine) - before;
+        // Orders for whole blocks are not judged: a guest may have freed pieces only.
+        assert!(flickers || more < Bytes::gib(1), "{before} were expected, and {more} after that");
     }
 }
 

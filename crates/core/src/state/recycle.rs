@@ -161,7 +161,7 @@ impl RecycleMemory {
         }
         if brought < ordered.expected.share(0.5) {
             self.doubt = (self.doubt + 1).min(DOUBT_MOST);
-        } else {
+        } else if brought > Bytes::ZERO {
             self.doubt = self.doubt.saturating_sub(1);
         }
     }
