@@ -103,7 +103,7 @@ const REFAULT_MS: u64 = 5_000;
 const REFAULT_SHARE: f64 = 0.3;
 /// Seconds over which the rate of what comes back is averaged.
 const BACK_S: f64 = 10.0;
-/// What is expected of an order is halved so often at most.
+/// The most halvings of what is expected of an order.
 const DOUBT_MOST: u32 = 16;
 /// An order that brought all but this of its most has ended for that: blocks are not cut.
 const ENOUGH: Bytes = Bytes::mib(2);
@@ -166,8 +166,8 @@ impl RecycleMemory {
         }
     }
 
-    /// What an order on a host in this state is likely to bring, where so much is free and held by
-    /// the guest's word: not what such orders have left, and half as much for each doubt.
+    /// What an order on a host in this state is likely to bring, if the guest's map shows `held` as
+    /// free and held: less what such orders have left, and halved for each doubt.
     pub fn to_come(&self, state: Pressure, held: Bytes) -> Bytes {
         let left = self.left.filter(|left| state <= left.state).map_or(Bytes::ZERO, |l| l.bytes);
         Bytes((held - left).0 >> self.doubt.min(DOUBT_MOST))
@@ -278,7 +278,7 @@ mod tests {
         assert_eq!([see(4, None), see(5, Some(500_030)), see(6, Some(500_030))], [5, 5, 2]);
     }
 
-    /// An order that brought so much, after which so much is held.
+    /// An order that brought `brought` MiB, after which `held` MiB are free and held.
     fn order(m: &mut RecycleMemory, state: Pressure, part: bool, (brought, held): (u64, u64)) {
         carried_out(
             m,

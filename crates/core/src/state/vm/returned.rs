@@ -118,7 +118,7 @@ impl VmMemory {
     }
 }
 
-/// Takes so much at most off what is left.
+/// Takes `most` off `left`, or all of `left` if that is less; returns what was taken.
 fn part(left: &mut Bytes, most: Bytes) -> Bytes {
     let took = most.min(*left);
     *left = *left - took;
