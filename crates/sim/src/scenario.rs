@@ -9,7 +9,7 @@ use ebb_core::units::Bytes;
 use crate::demand::{Curve, Need, fit};
 use crate::guest::Spec;
 use crate::misbehaviour::{Misbehaviour, ODD};
-use crate::world::{Probe, Setup};
+use crate::world::{Measured, Probe, Setup};
 
 type Make = fn(&mut fastrand::Rng) -> Setup;
 
@@ -49,27 +49,35 @@ const RUN_MS: u64 = 600_000;
 
 pub const SCENARIOS: [Scenario; 19] = [
     of("idle-giver", "an idle guest must give 8 GiB", idle_giver),
-    of("burst-headroom", "a shrunk guest bursts, the host has room", burst_headroom),
+    of("burst-headroom", "a shrunk guest bursts, the host has room", |rng| burst(rng, 190_000)),
     of("burst-squeeze", "a shrunk guest bursts, another must give", burst_squeeze),
     of("boot-storm", "twelve guests start within ten seconds", boot_storm),
     of("page-cache", "guests full of cache, a part of it hot", page_cache),
     of("leak", "one guest leaks, the others work in phases", leak),
     of("one-stuck", "the idlest guest never shrinks", one_stuck),
-    of("one-lying", "a busy guest claims all its memory is available", one_lying),
-    of("intermittent", "a third of the guests is stuck now and then", intermittent),
+    of("one-lying", "a busy guest claims all its memory is available", |rng| {
+        company(rng, (8, 4, 0.7), 18, 8, |_, g| g.misbehaviour = Misbehaviour::Lying)
+    }),
+    of("intermittent", "a third of the guests is stuck now and then", |rng| {
+        company(rng, (12, 2, 0.75), 14, 3, |_, g| g.misbehaviour = Misbehaviour::Intermittent)
+    }),
     of("day-night", "guests are busy one after another", day_night),
-    of("overcommit-1.5", "phases, promised 1.5 times the host", overcommit_15),
-    of("overcommit-2.0", "phases, promised twice the host", overcommit_20),
+    of("overcommit-1.5", "phases, promised 1.5 times the host", |rng| overcommit(rng, 1.5)),
+    of("overcommit-2.0", "phases, promised twice the host", |rng| overcommit(rng, 2.0)),
     of("spikes", "steady guests with short spikes, 1.6 times the host", spikes),
     of("churn", "guests come and go", churn),
     of("mixed-weights", "sizes from 1 to 8 GiB, weights from 0.5 to 4", mixed_weights),
-    of("vfio-share", "a quarter of the guests has pinned RAM", vfio_share),
+    of("vfio-share", "a quarter of the guests has pinned RAM", |rng| {
+        company(rng, (12, 2, 0.7), 17, 4, |_, g| g.misbehaviour = Misbehaviour::Pinned)
+    }),
     of(
         "odd-company",
         "every third guest is slow, stuck, lying, silent, rebooting, migrating, pinned or flaky",
-        odd_company,
+        |rng| company(rng, (15, 2, 0.7), 20, 3, |rng, g| g.misbehaviour = odd(rng)),
     ),
-    of("tier-guest", "half of the guests have module and agent", tier_guest),
+    of("tier-guest", "half of the guests have module and agent", |rng| {
+        company(rng, (14, 2, 0.8), 15, 2, |_, g| g.agent = true)
+    }),
     of(
         "no-balloon",
         "half of the guests have no balloon or a stuck one, and cold memory",
@@ -121,7 +129,7 @@ fn idle_giver(rng: &mut fastrand::Rng) -> Setup {
     let steady = Need::of(Curve::flat(jitter(rng, Bytes::mib(8800))));
     let guests =
         vec![idle, vary(rng, Spec::new(gib(16), grow)), vary(rng, Spec::new(gib(10), steady))];
-    let probes = vec![Probe::Take { vm: 0, bytes: gib(8), at_ms: at }];
+    let probes = vec![Probe { what: Measured::Take, vm: 0, bytes: gib(8), at_ms: at }];
     Setup { probes, ..setup(gib(32), 300_000, guests) }
 }
 
@@ -141,12 +149,8 @@ fn burst(rng: &mut fastrand::Rng, ends_ms: u64) -> Setup {
     let mut third = vary(rng, Spec::new(gib(4), Need::of(Curve::flat(gib(1)))));
     third.stale = gib(3);
     third.reporting = false;
-    let probes = vec![Probe::Give { vm: 0, bytes: gib(4), at_ms: at }];
+    let probes = vec![Probe { what: Measured::Give, vm: 0, bytes: gib(4), at_ms: at }];
     Setup { probes, ..setup(gib(16), 360_000, vec![first, second, third]) }
-}
-
-fn burst_headroom(rng: &mut fastrand::Rng) -> Setup {
-    burst(rng, 190_000)
 }
 
 /// The second guest's load ends for its programs only just before: its memory is
@@ -213,18 +217,22 @@ fn one_stuck(rng: &mut fastrand::Rng) -> Setup {
     setup(Bytes::gib(20), RUN_MS, guests)
 }
 
-fn one_lying(rng: &mut fastrand::Rng) -> Setup {
-    let ram = Bytes::gib(4);
-    let mut guests: Vec<Spec> = (0..8).map(|_| phased(rng, ram, 0.7)).collect();
-    guests[0].misbehaviour = Misbehaviour::Lying;
-    setup(Bytes::gib(18), RUN_MS, guests)
+/// So many guests of so many GiB work in phases up to this share of it, on a host of so many GiB;
+/// one of `every` is another one.
+fn company(
+    rng: &mut fastrand::Rng,
+    (count, gib, most): (u32, u64, f64),
+    host_gib: u64,
+    every: usize,
+    change: fn(&mut fastrand::Rng, &mut Spec),
+) -> Setup {
+    let mut guests: Vec<Spec> = (0..count).map(|_| phased(rng, Bytes::gib(gib), most)).collect();
+    guests.iter_mut().step_by(every).for_each(|g| change(rng, g));
+    setup(Bytes::gib(host_gib), RUN_MS, guests)
 }
 
-fn intermittent(rng: &mut fastrand::Rng) -> Setup {
-    let ram = Bytes::gib(2);
-    let mut guests: Vec<Spec> = (0..12).map(|_| phased(rng, ram, 0.75)).collect();
-    guests.iter_mut().step_by(3).for_each(|g| g.misbehaviour = Misbehaviour::Intermittent);
-    setup(Bytes::gib(14), RUN_MS, guests)
+fn odd(rng: &mut fastrand::Rng) -> Misbehaviour {
+    ODD[rng.usize(0..ODD.len())]
 }
 
 fn day_night(rng: &mut fastrand::Rng) -> Setup {
@@ -247,14 +255,6 @@ fn overcommit(rng: &mut fastrand::Rng, times: f64) -> Setup {
     let guests: Vec<Spec> = (0..16).map(|_| phased(rng, ram, 0.8)).collect();
     let promised: Bytes = guests.iter().map(|g| g.ram).sum();
     setup(promised.share(1.0 / times), RUN_MS, guests)
-}
-
-fn overcommit_15(rng: &mut fastrand::Rng) -> Setup {
-    overcommit(rng, 1.5)
-}
-
-fn overcommit_20(rng: &mut fastrand::Rng) -> Setup {
-    overcommit(rng, 2.0)
 }
 
 fn spikes(rng: &mut fastrand::Rng) -> Setup {
@@ -291,27 +291,6 @@ fn mixed_weights(rng: &mut fastrand::Rng) -> Setup {
     setup(promised.share(0.6), RUN_MS, guests)
 }
 
-fn vfio_share(rng: &mut fastrand::Rng) -> Setup {
-    let ram = Bytes::gib(2);
-    let mut guests: Vec<Spec> = (0..12).map(|_| phased(rng, ram, 0.7)).collect();
-    guests.iter_mut().step_by(4).for_each(|g| g.misbehaviour = Misbehaviour::Pinned);
-    setup(Bytes::gib(17), RUN_MS, guests)
-}
-
-fn odd_company(rng: &mut fastrand::Rng) -> Setup {
-    let ram = Bytes::gib(2);
-    let mut guests: Vec<Spec> = (0..15).map(|_| phased(rng, ram, 0.7)).collect();
-    guests.iter_mut().step_by(3).for_each(|g| g.misbehaviour = ODD[rng.usize(0..ODD.len())]);
-    setup(Bytes::gib(20), RUN_MS, guests)
-}
-
-fn tier_guest(rng: &mut fastrand::Rng) -> Setup {
-    let ram = Bytes::gib(2);
-    let mut guests: Vec<Spec> = (0..14).map(|_| phased(rng, ram, 0.8)).collect();
-    guests.iter_mut().step_by(2).for_each(|g| g.agent = true);
-    setup(Bytes::gib(15), RUN_MS, guests)
-}
-
 fn no_balloon(rng: &mut fastrand::Rng) -> Setup {
     let ram = Bytes::gib(2);
     let mut guests: Vec<Spec> = (0..6).map(|_| phased(rng, ram, 0.7)).collect();
@@ -335,7 +314,7 @@ pub fn crowd(vms: u32, ram: Bytes, host: Bytes, seed: u64, odd_one_in: u32) -> S
     let guests = (0..vms).map(|_| {
         let mut spec = phased(&mut rng, ram, 0.9);
         if odd_one_in > 0 && rng.u32(0..odd_one_in) == 0 {
-            spec.misbehaviour = ODD[rng.usize(0..ODD.len())];
+            spec.misbehaviour = odd(&mut rng);
         }
         if spec.misbehaviour == Misbehaviour::Pinned {
             pinned += ram;

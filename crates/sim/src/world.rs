@@ -11,7 +11,6 @@ use ebb_core::sample::{Sample, VmId};
 use ebb_core::state::Owned;
 use ebb_core::tick::{Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
-use serde::Serialize;
 
 use crate::demand::Curve;
 use crate::guest::{Guest, Spec};
@@ -32,29 +31,25 @@ const KICK_AHEAD_MS: u64 = 40;
 const EBB_ASKS_MS: u64 = 2_000;
 
 /// A moment to measure from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Probe {
-    /// From `at_ms` on, and from when the host has less than a tenth free: how long
-    /// until guest `vm` has returned so much?
-    Take {
-        /// Which guest.
-        vm: u32,
-        /// How much.
-        bytes: Bytes,
-        /// From when on, ms into the run.
-        at_ms: u64,
-    },
-    /// From `at_ms` on guest `vm` wants so much more: when has it got it, beyond
-    /// the time its programs need to allocate it?
-    Give {
-        /// Which guest.
-        vm: u32,
-        /// How much.
-        bytes: Bytes,
-        /// From when on, ms into the run.
-        at_ms: u64,
-    },
+#[derive(Clone, Copy, Debug)]
+pub struct Probe {
+    pub what: Measured,
+    /// Which guest.
+    pub vm: usize,
+    /// How much.
+    pub bytes: Bytes,
+    /// From when on, ms into the run.
+    pub at_ms: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Measured {
+    /// From then on, and from when the host has less than a tenth free: how long until the guest has
+    /// returned so much?
+    Take,
+    /// From then on the guest wants so much more: when has it got it, beyond the time its programs
+    /// need to allocate it?
+    Give,
 }
 
 /// A probe under way.
@@ -322,9 +317,9 @@ impl World {
         score.overfull_s = self.host.overfull_ms as f64 / 1000.0;
         score.run_s = self.at_ms as f64 / 1000.0;
         for watch in self.watches.iter().filter(|w| w.from.is_some()) {
-            match watch.probe {
-                Probe::Take { .. } => score.take_s = watch.took_s,
-                Probe::Give { .. } => score.give_s = watch.took_s,
+            match watch.probe.what {
+                Measured::Take => score.take_s = watch.took_s,
+                Measured::Give => score.give_s = watch.took_s,
             }
             score.missed += u64::from(watch.took_s.is_none());
         }
@@ -334,15 +329,13 @@ impl World {
 
 impl Watch {
     fn look(&mut self, guests: &[Guest], now_ms: u64, short: bool) {
-        let (vm, at_ms) = match self.probe {
-            Probe::Take { vm, at_ms, .. } | Probe::Give { vm, at_ms, .. } => (vm, at_ms),
-        };
+        let Probe { what, vm, bytes, at_ms } = self.probe;
         // What it has is read just before.
         let begun = now_ms + 2 * STEP_MS >= at_ms;
-        let (Some(g), true, None) = (guests.get(vm as usize), begun, self.took_s) else { return };
+        let (Some(g), true, None) = (guests.get(vm), begun, self.took_s) else { return };
         let late = now_ms.saturating_sub(at_ms) as f64 / 1000.0;
-        match self.probe {
-            Probe::Take { bytes, .. } => {
+        match what {
+            Measured::Take => {
                 let from = *self.from.get_or_insert(g.touched());
                 if short && now_ms >= at_ms {
                     self.short_ms.get_or_insert(now_ms);
@@ -351,7 +344,7 @@ impl Watch {
                 let since = |t: u64| (now_ms - t) as f64 / 1000.0;
                 self.took_s = self.short_ms.filter(|_| taken).map(since);
             }
-            Probe::Give { bytes, .. } => {
+            Measured::Give => {
                 let from = *self.from.get_or_insert(g.alloc);
                 let work = bytes.0 as f64 / g.spec.need.rate;
                 let has = g.alloc + Bytes::mib(4) >= from + bytes;
