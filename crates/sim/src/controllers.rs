@@ -79,37 +79,28 @@ pub struct RunResult {
 impl Controller {
     /// As tables name it.
     pub fn name(self) -> &'static str {
-        match self {
-            Controller::Ebb => "Ebb",
-            Controller::None => "none",
-            Controller::Mom => "MOM",
-            Controller::Proxmox => "Proxmox",
-            Controller::Squeezed => "squeezed",
-            Controller::Qmemman => "qmemman",
-            Controller::AutoBalloon => "vmpressure",
-            Controller::QmemmanPushed => "qmemman, pushed",
-            Controller::StaticSplit => "static split",
-            Controller::Demand => "demand + 20 %",
-            Controller::BalanceAvailable => "balance available",
-            Controller::Hypeman => "hypeman",
-        }
+        self.table().0
     }
 
-    fn rival(self) -> Option<Box<dyn Policy>> {
-        Some(match self {
-            Controller::Ebb => return None,
-            Controller::None => Box::new(simple::NoController),
-            Controller::Mom => Box::new(mom::Mom::default()),
-            Controller::Proxmox => Box::new(proxmox::Proxmox),
-            Controller::Squeezed => Box::new(squeezed::Squeezed::default()),
-            Controller::Qmemman => Box::new(qmemman::Qmemman::default()),
-            Controller::AutoBalloon => Box::new(vmpressure::AutoBalloon),
-            Controller::QmemmanPushed => Box::new(qmemman::Qmemman::pushed()),
-            Controller::StaticSplit => Box::new(simple::StaticSplit),
-            Controller::Demand => Box::new(simple::Demand),
-            Controller::BalanceAvailable => Box::new(simple::BalanceAvailable),
-            Controller::Hypeman => Box::new(hypeman::Hypeman::default()),
-        })
+    /// Its name, and its policy; the daemon's loop is none.
+    fn table(self) -> (&'static str, Option<Box<dyn Policy>>) {
+        let (name, policy): (_, Box<dyn Policy>) = match self {
+            Controller::Ebb => return ("Ebb", None),
+            Controller::None => ("none", Box::new(simple::NoController)),
+            Controller::Mom => ("MOM", Box::new(mom::Mom::default())),
+            Controller::Proxmox => ("Proxmox", Box::new(proxmox::Proxmox)),
+            Controller::Squeezed => ("squeezed", Box::new(squeezed::Squeezed::default())),
+            Controller::Qmemman => ("qmemman", Box::new(qmemman::Qmemman::default())),
+            Controller::AutoBalloon => ("vmpressure", Box::new(vmpressure::AutoBalloon)),
+            Controller::QmemmanPushed => ("qmemman, pushed", Box::new(qmemman::Qmemman::pushed())),
+            Controller::StaticSplit => ("static split", Box::new(simple::StaticSplit)),
+            Controller::Demand => ("demand + 20 %", Box::new(simple::Demand)),
+            Controller::BalanceAvailable => {
+                ("balance available", Box::new(simple::BalanceAvailable))
+            }
+            Controller::Hypeman => ("hypeman", Box::new(hypeman::Hypeman::default())),
+        };
+        (name, Some(policy))
     }
 
     /// Runs it on a world of its own.
@@ -119,7 +110,7 @@ impl Controller {
 
     /// The same, and shows the world at each of its looks.
     pub fn run_seen(self, setup: &Setup, see: &mut dyn FnMut(&World)) -> RunResult {
-        match self.rival() {
+        match self.table().1 {
             Some(mut policy) => {
                 RunResult { score: rule(setup, &mut *policy, see), broken: Vec::new() }
             }

@@ -178,11 +178,8 @@ fn too_little(free: f64, domains: &[Domain]) -> Vec<(VmId, f64)> {
     let mut plan: Vec<(VmId, f64)> = donors.iter().map(|d| (d.id, d.pref)).collect();
     if squeezed >= 0.0 {
         let prefs: f64 = acceptors.iter().map(|d| d.pref).sum();
-        plan.extend(
-            acceptors
-                .iter()
-                .map(|d| (d.id, (ROUNDING * (d.actual + d.pref / prefs * squeezed)).min(d.max))),
-        );
+        let to = |d: &Domain| (ROUNDING * (d.actual + d.pref / prefs * squeezed)).min(d.max);
+        plan.extend(acceptors.into_iter().map(|d| (d.id, to(d))));
     }
     plan
 }
