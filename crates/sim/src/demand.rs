@@ -148,11 +148,6 @@ impl Need {
         Need { anon, hot_share: 0.5, files: Curve::default(), rate: 400e6, stream: 0.0 }
     }
 
-    /// A walk through it from the start.
-    pub fn walk(&self) -> Walk {
-        Walk::default()
-    }
-
     /// What is wanted at a moment that is not before the last one asked for.
     pub fn at(&self, walk: &mut Walk, ms: u64) -> Want {
         let anon = self.anon.follow(&mut walk.anon, ms);
@@ -184,14 +179,11 @@ pub struct Walk {
 /// Lowers what several want wherever it is more than `most` together, so that
 /// what all need at once can be had at all.
 pub fn fit(needs: &mut [&mut Need], most: Bytes) {
-    let mut moments: Vec<u64> =
-        needs.iter().flat_map(|n| n.anon.moments().chain(n.files.moments())).collect();
+    let mut moments: Vec<u64> = needs.iter().flat_map(|n| n.moments()).collect();
     moments.sort_unstable();
     moments.dedup();
-    let sums: Vec<(u64, Bytes)> = moments
-        .into_iter()
-        .map(|ms| (ms, needs.iter().map(|n| n.sum_at(ms)).sum::<Bytes>()))
-        .collect();
+    let sum = |ms| (ms, needs.iter().map(|n| n.sum_at(ms)).sum());
+    let sums: Vec<(u64, Bytes)> = moments.into_iter().map(sum).collect();
     // A value holds until the next point of its own curve: the worst until then.
     for need in needs.iter_mut() {
         need.anon = lowered(&need.anon, &sums, most);
@@ -244,7 +236,7 @@ mod tests {
         fn a_walk_sees_what_a_look_sees(seed in any::<u64>()) {
             let mut rng = fastrand::Rng::with_seed(seed);
             let need = Need::of(Curve::phases(&mut rng, 300_000, Bytes::mib(1), Bytes::gib(1)));
-            let mut walk = need.walk();
+            let mut walk = Walk::default();
             for ms in (0..300_000).step_by(700) {
                 prop_assert_eq!(need.at(&mut walk, ms).anon, need.anon.at(ms));
             }

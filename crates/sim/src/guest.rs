@@ -196,7 +196,6 @@ pub struct Guest {
 impl Guest {
     /// Just started.
     pub fn new(index: u32, seed: u64, spec: Spec) -> Guest {
-        let walk = spec.need.walk();
         Guest {
             index,
             seed: seed ^ (u64::from(index) << 32),
@@ -204,7 +203,6 @@ impl Guest {
             target: spec.ram,
             following: true,
             booted_ms: spec.starts_ms,
-            walk,
             spec,
             ..Guest::default()
         }

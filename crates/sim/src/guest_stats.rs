@@ -27,12 +27,12 @@ pub const LATE_ONE_IN: u32 = 10;
 const LATE_MS: u64 = 1_000;
 
 /// A guest's QEMU, as seen from outside: its name, its guest's last statistics, its events.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Qemu {
     /// Identity.
     pub id: VmId,
     pub name: String,
-    said: Option<Said>,
+    pub(crate) said: Option<Said>,
     /// What the host knows of when they came.
     heard: Heard,
     rhythm: fastrand::Rng,
@@ -51,17 +51,18 @@ pub struct Qemu {
     connected: bool,
     /// It need not be asked at the next look.
     pub rests: bool,
-    /// What the guest really used when it sent the statistics that were looked at last.
-    known_used: Option<Bytes>,
+    /// What the guest really used when it sent the statistics that were looked at last. Those that
+    /// come while it rests are not looked at.
+    pub(crate) known_used: Option<Bytes>,
     /// What was seen when it was last asked, and when, ms into the run.
     seen: Option<(u64, VmSample)>,
 }
 
 /// A guest's last statistics.
 #[derive(Clone, Copy, Debug)]
-struct Said {
+pub(crate) struct Said {
     /// When, ms into the run.
-    at_ms: u64,
+    pub at_ms: u64,
     words: GuestStats,
     /// What it used then in truth.
     used: Bytes,
@@ -73,33 +74,12 @@ impl Qemu {
         let mut rhythm = fastrand::Rng::with_seed(seed ^ (u64::from(index) << 32) ^ 0xa5ced);
         Qemu {
             asked_ms: rhythm.u64(0..ASKED_EVERY_MS),
-            heard: Heard::default(),
             rhythm,
             late_one_in: late_one_in.max(1),
-            waits: false,
-            busy: (0, 0),
-            kernel: 0,
             id: VmId { pid: 1000 + index, start: seed },
             name: name(index),
-            said: None,
-            boots: 0,
-            migrating: false,
-            connected: false,
-            rests: false,
-            known_used: None,
-            seen: None,
+            ..Qemu::default()
         }
-    }
-
-    /// When it last told its numbers, ms into the run.
-    pub fn said_ms(&self) -> Option<u64> {
-        self.said.map(|s| s.at_ms)
-    }
-
-    /// What it used when it sent the statistics that were looked at last. Those that come while it
-    /// rests are not looked at.
-    pub fn known_used(&self) -> Option<Bytes> {
-        self.known_used
     }
 
     /// Time has passed: QEMU asks the guest, each `every_ms`, unless it still waits for an answer.
@@ -203,6 +183,13 @@ impl Qemu {
         let at = Stamp(wall_ms);
         let guest = answers.then(|| self.see(at)).flatten();
         let guest = guest.map(|g| GuestStats { age_ms: self.heard.age_ms(at, wall_ms), ..g });
+        let balloon = BalloonSample {
+            actual: g.actual,
+            reporting: Some(g.spec.reporting),
+            deflate_on_oom: Some(g.spec.deflate_on_oom),
+            guest,
+            ..BalloonSample::default()
+        };
         let run = if self.migrating { RunState::Migrating } else { RunState::Running };
         let offload = (g.counts.paged_out + g.paging > Bytes::ZERO).then(|| OffloadSample {
             paged_out: g.counts.paged_out,
@@ -221,15 +208,7 @@ impl Qemu {
             }),
             link: if answers { Link::Up } else { Link::Slow("no answer for 200 ms".into()) },
             run: answers.then_some(run),
-            balloon: (answers && g.spec.misbehaviour != Misbehaviour::Bare).then_some(
-                BalloonSample {
-                    actual: g.actual,
-                    reporting: Some(g.spec.reporting),
-                    deflate_on_oom: Some(g.spec.deflate_on_oom),
-                    guest,
-                    ..BalloonSample::default()
-                },
-            ),
+            balloon: (answers && g.spec.misbehaviour != Misbehaviour::Bare).then_some(balloon),
             agent: g.spec.agent.then(|| agent(g, wall_ms)),
             tasks: Tasks { offload, ..Tasks::default() },
             events,
@@ -245,16 +224,16 @@ pub fn name(index: u32) -> String {
 }
 
 fn words(g: &Guest) -> GuestStats {
-    let free = g.free();
-    // As the guest's kernel reckons: all cache but a little, missed or not.
-    let honest = free + g.cache().share(0.9);
     let c = &g.counts;
     // QEMU 9.2 and a guest of 6.12 tell more: every third guest is one.
     let new = g.index.is_multiple_of(3);
     GuestStats {
         total: Some(g.actual),
-        free: Some(free),
-        available: Some(if g.spec.misbehaviour == Misbehaviour::Lying { g.actual } else { honest }),
+        free: Some(g.free()),
+        available: Some(match g.spec.misbehaviour {
+            Misbehaviour::Lying => g.actual,
+            _ => truly_available(g),
+        }),
         caches: Some(g.cache()),
         swap_in: Some(c.swap_in),
         swap_out: Some(c.swap_out),
@@ -298,8 +277,8 @@ fn agent(g: &Guest, wall_ms: u64) -> AgentSample {
     }
 }
 
-/// What a guest has without telling a lie, for checks.
-pub fn truly_available(g: &Guest) -> Bytes {
+/// As the guest's kernel reckons: all cache but a little, missed or not.
+fn truly_available(g: &Guest) -> Bytes {
     g.free() + g.cache().share(0.9)
 }
 

@@ -47,14 +47,14 @@ pub struct HostMemory {
     pub peak: Bytes,
     /// Guests killed because neither memory nor swap was left.
     pub ooms: u64,
-    stalls: Stalls,
+    pub(crate) stalls: Stalls,
     /// Reclaimed and scanned since vmpressure was last asked for, pages.
     scanned: (f64, f64),
     in_vain_ms: u64,
     /// `kswapd` runs: from the low mark until the high one is reached.
     swapping: bool,
     /// Shares of memory at which it begins and ends.
-    marks: (f64, f64),
+    pub(crate) marks: (f64, f64),
     /// What others than VMs have now.
     pub others: Bytes,
 }
@@ -63,11 +63,6 @@ impl HostMemory {
     /// A host with so much memory and swap.
     pub fn new(total: Bytes, swap: Bytes) -> HostMemory {
         HostMemory { total, swap, marks: (LOW_MARK, HIGH_MARK), ..HostMemory::default() }
-    }
-
-    /// The same with these watermarks, as shares of memory.
-    pub fn with_marks(self, low: f64, high: f64) -> HostMemory {
-        HostMemory { marks: (low, high), ..self }
     }
 
     /// What guests hold at first fits the host: of what they used and freed before the run it
@@ -128,9 +123,7 @@ impl HostMemory {
         self.peak = self.peak.max(self.total - self.free(guests));
         self.swapped_in = guests.iter().map(|g| g.counts.host_swap_in).sum();
         self.swapped_out = guests.iter().map(|g| g.counts.host_swap_out).sum();
-        if room.refused > Bytes::ZERO {
-            self.scanned.0 += pages(room.refused);
-        }
+        self.scanned.0 += pages(room.refused);
         let nothing_left = room.refused > Bytes::ZERO && self.swap_free(guests) == Bytes::ZERO;
         self.in_vain_ms = if nothing_left { self.in_vain_ms + dt_ms } else { 0 };
     }
@@ -154,11 +147,6 @@ impl HostMemory {
             self.ooms += 1;
         }
         must
-    }
-
-    /// Time passed in which each guest waited for the host for such a share.
-    pub fn stalled(&mut self, dt_ms: u64, shares: impl Iterator<Item = f64>) {
-        self.stalls.pass(dt_ms, shares);
     }
 
     /// The coldest first, over all guests; a part without regard to that.
@@ -208,7 +196,7 @@ impl HostMemory {
             size: self.swap,
             used: self.swap - swap_free,
             priority: -2,
-            zram: None,
+            ..SwapArea::default()
         };
         HostSample {
             memory: Some(Meminfo {
@@ -221,13 +209,13 @@ impl HostMemory {
             }),
             psi: Some(self.stalls.psi()),
             vmstat: Some(Vmstat {
-                cow_ksm: None,
                 swap_in_pages: self.swapped_in.0 / PAGE,
                 swap_out_pages: self.swapped_out.0 / PAGE,
                 // A fault reads ahead eight pages.
                 major_faults: self.swapped_in.0 / PAGE / 8,
                 oom_kills: Some(self.ooms),
                 refaults: self.swapped_in.0 / PAGE,
+                ..Vmstat::default()
             }),
             swaps: vec![swap],
             ..HostSample::default()

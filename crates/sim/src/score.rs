@@ -44,11 +44,7 @@ impl Gauge {
         self.lived_ms += dt_ms;
         self.taken_ms += (g.spec.ram - g.actual).0 as f64 * dt_ms as f64;
         self.idle_ms += g.idle().0 as f64 * dt_ms as f64;
-        self.follow(g.actual, at_ms);
-    }
-
-    fn follow(&mut self, actual: Bytes, at_ms: u64) {
-        self.turn_at(actual, at_ms, MOVE_LEAST);
+        self.turn_at(g.actual, at_ms, MOVE_LEAST);
     }
 
     /// `turn` is the extreme it has reached in its present direction.
@@ -61,8 +57,8 @@ impl Gauge {
         if further {
             self.turn = actual;
         } else if actual.abs_diff(self.turn) >= least {
-            let was =
-                std::mem::replace(&mut self.direction, if actual > self.turn { 1 } else { -1 });
+            let direction = if actual > self.turn { 1 } else { -1 };
+            let was = std::mem::replace(&mut self.direction, direction);
             self.turn = actual;
             if was != 0 {
                 self.reversals += 1;
@@ -175,7 +171,7 @@ mod tests {
     fn a_reversal_is_a_turn_of_more_than_a_refresh() {
         let mut g = Gauge { turn: Bytes::mib(1000), ..Gauge::default() };
         for (s, mib) in [900, 899, 900, 850, 860, 870, 865, 800, 900].into_iter().enumerate() {
-            g.follow(Bytes::mib(mib), s as u64 * 10_000);
+            g.turn_at(Bytes::mib(mib), s as u64 * 10_000, MOVE_LEAST);
         }
         assert_eq!((g.reversals, g.hasty), (3, 2));
     }

@@ -150,19 +150,11 @@ impl World {
     /// The world at its first moment.
     pub fn new(setup: &Setup) -> World {
         let n = setup.guests.len() as u32;
-        let mut guests: Vec<Guest> = setup
-            .guests
-            .iter()
-            .zip(0..n)
-            .map(|(spec, i)| {
-                let mut g = Guest::new(i, setup.seed, spec.clone());
-                g.switch(0);
-                g
-            })
-            .collect();
-        let mut host =
-            HostMemory::new(setup.host, setup.swap).with_marks(setup.marks.0, setup.marks.1);
-        host.others = setup.others.at(0);
+        let guest = |(spec, i): (&Spec, u32)| Guest::new(i, setup.seed, spec.clone());
+        let mut guests: Vec<Guest> = setup.guests.iter().zip(0..n).map(guest).collect();
+        guests.iter_mut().for_each(|g| g.switch(0));
+        let mut host = HostMemory::new(setup.host, setup.swap);
+        (host.marks, host.others) = (setup.marks, setup.others.at(0));
         host.begin(&mut guests);
         let watch =
             |probe: &Probe| Watch { probe: *probe, from: None, short_ms: None, took_s: None };
@@ -218,7 +210,7 @@ impl World {
             qemu.listen(g, at, self.asked_every_ms);
         }
         let on = self.guests.iter().filter(|g| g.power);
-        self.host.stalled(dt, on.map(|g| g.waited_for_host));
+        self.host.stalls.pass(dt, on.map(|g| g.waited_for_host));
         if self.host.must_kill()
             && let Some(largest) = self.guests.iter_mut().max_by_key(|g| g.resident())
         {
@@ -235,17 +227,15 @@ impl World {
 
     /// What the host can see now.
     pub fn look(&mut self) -> Sample {
-        let wall_ms = EPOCH_MS + self.at_ms;
-        let at = self.at_ms;
+        let (at, wall_ms) = (self.at_ms, EPOCH_MS + self.at_ms);
         self.looked_ms = at;
         let seen = self.guests.iter().zip(&mut self.qemus).filter(|(g, _)| g.power);
         Sample {
-            at: Stamp(EPOCH_MS + self.at_ms),
+            at: Stamp(wall_ms),
             wall_ms,
             vms: seen.map(|(g, qemu)| qemu.sample(g, at, wall_ms)).collect(),
             host: self.host.sample(&self.guests),
-            ended: Vec::new(),
-            problems: Vec::new(),
+            ..Sample::default()
         }
     }
 
@@ -261,13 +251,13 @@ impl World {
         if self.guests.get(guest)?.spec.agent {
             return Some(0);
         }
-        self.qemus.get(guest)?.said_ms().map(|said| self.at_ms - said)
+        Some(self.at_ms - self.qemus.get(guest)?.said.as_ref()?.at_ms)
     }
 
     /// What a guest used when it sent the statistics that were looked at last.
     pub fn known_used(&self, guest: usize) -> Option<Bytes> {
         let g = self.guests.get(guest)?;
-        if g.spec.agent { Some(g.used()) } else { self.qemus.get(guest)?.known_used() }
+        if g.spec.agent { Some(g.used()) } else { self.qemus.get(guest)?.known_used }
     }
 
     /// What must hold of the world itself, whoever rules it: memory is neither made
