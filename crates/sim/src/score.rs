@@ -1,5 +1,7 @@
 //! What became of a run: harm, swapping, haste, fairness.
 
+use std::fmt;
+
 use ebb_core::units::Bytes;
 use serde::Serialize;
 
@@ -8,6 +10,9 @@ use crate::misbehaviour::Misbehaviour;
 
 /// A guest that waits for memory for more than this share of its time is harmed.
 pub const HARM_SHARE: f64 = 0.01;
+/// Stall within this of another's is the same, seconds, and as a share.
+pub const SAME_S: f64 = 1.0;
+const SAME_SHARE: f64 = 0.02;
 /// Movements of a balloon below this are no change of direction: QEMU's size is
 /// refreshed by one MiB.
 const MOVE_LEAST: Bytes = Bytes::mib(8);
@@ -134,6 +139,18 @@ impl Score {
             guests.iter().zip(gauges).filter_map(|(g, gauge)| gauge.burden(g)).collect();
         score.unfairness = variation(&burdens);
         score
+    }
+
+    /// At least as good as another: in guests held and in stall.
+    pub fn is_as_good_as(&self, other: &Score) -> bool {
+        let same = other.stall_s + (other.stall_s * SAME_SHARE).max(SAME_S);
+        self.held >= other.held && self.stall_s <= same
+    }
+}
+
+impl fmt::Display for Score {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} / {:.0} s / {}", self.held, self.stall_s, self.ooms)
     }
 }
 

@@ -4,20 +4,15 @@
 //! worse still. The share of random worlds in which no rival beats Ebb is the honest figure; the
 //! worst ones found are for mending, and then for keeping.
 
-use std::fmt;
-
 use serde::Serialize;
 
 use crate::compare::in_parallel;
 use crate::controllers::{Controller, RIVALS};
 use crate::law::Breach;
 use crate::oracle;
-use crate::score::Score;
+use crate::score::{SAME_S, Score};
 use crate::worlds::{Point, own_peaks_fit};
 
-/// Stall within this of another's is the same, seconds, and as a share.
-const SAME_S: f64 = 1.0;
-const SAME_SHARE: f64 = 0.02;
 /// Times the best rival's stall that is far too much.
 const FAR: f64 = 1.25;
 /// Reversals beyond those of the guests' own needs that are too many, a guest and minute.
@@ -33,59 +28,20 @@ pub struct Found {
     pub about: String,
     /// Guests.
     pub vms: u64,
-    pub ebb: Brief,
+    pub ebb: Score,
     /// The best rival with the eyes that KVM gives.
-    pub best: Brief,
+    pub best: Score,
     /// Who that is.
     pub rival: &'static str,
     /// A static split, where each guest can have the most that it ever needs for good.
-    pub split: Option<Brief>,
+    pub split: Option<Score>,
     /// One whose guests tell it of each change within a tenth of a second.
-    pub pushed: Brief,
+    pub pushed: Score,
     /// One that knows the future.
-    pub oracle: Brief,
+    pub oracle: Score,
     /// Laws that Ebb broke.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub broken: Vec<Breach>,
-}
-
-/// What counts of a score.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Brief {
-    /// Guests that were not harmed.
-    pub held: u64,
-    /// Time that guests waited for memory, seconds.
-    pub stall_s: f64,
-    /// Processes and guests killed for lack of memory.
-    pub ooms: u64,
-    /// Changes of direction, a guest and minute.
-    pub reversals: f64,
-    /// Those beyond the turns of the guests' own needs.
-    pub needless: f64,
-}
-
-impl Brief {
-    fn of(s: &Score) -> Brief {
-        Brief {
-            held: s.held,
-            stall_s: s.stall_s,
-            ooms: s.ooms,
-            reversals: s.reversals,
-            needless: s.needless,
-        }
-    }
-
-    /// At least as good as another: in guests held and in stall.
-    fn is_as_good_as(self, other: Brief) -> bool {
-        let same = other.stall_s + (other.stall_s * SAME_SHARE).max(SAME_S);
-        self.held >= other.held && self.stall_s <= same
-    }
-}
-
-impl fmt::Display for Brief {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} / {:.0} s / {}", self.held, self.stall_s, self.ooms)
-    }
 }
 
 impl Found {
@@ -95,40 +51,36 @@ impl Found {
         let ebb = Controller::Ebb.run(&setup);
         let mut scores: Vec<(Controller, Score)> =
             RIVALS.iter().map(|c| (*c, c.run(&setup).score)).collect();
-        let rank = |s: &Score| (std::cmp::Reverse(s.held), s.stall_s);
-        scores.sort_by(|(_, a), (_, b)| {
-            let (a, b) = (rank(a), rank(b));
-            a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
-        });
-        let (rival, best) = &scores[0];
-        let split = scores.iter().find(|(c, _)| *c == Controller::StaticSplit);
+        scores.sort_by(|(_, a), (_, b)| b.held.cmp(&a.held).then(a.stall_s.total_cmp(&b.stall_s)));
+        let (rival, best) = scores[0].clone();
+        let split = scores.into_iter().find(|(c, _)| *c == Controller::StaticSplit);
         Found {
             point: point.clone(),
             about: point.about(),
             vms: ebb.score.vms,
-            ebb: Brief::of(&ebb.score),
-            best: Brief::of(best),
+            ebb: ebb.score,
+            best,
             rival: rival.name(),
-            split: split.filter(|_| own_peaks_fit(&setup)).map(|(_, s)| Brief::of(s)),
-            pushed: Brief::of(&Controller::QmemmanPushed.run(&setup).score),
-            oracle: Brief::of(&oracle::run(&setup)),
+            split: split.filter(|_| own_peaks_fit(&setup)).map(|(_, s)| s),
+            pushed: Controller::QmemmanPushed.run(&setup).score,
+            oracle: oracle::run(&setup),
             broken: ebb.broken,
         }
     }
 
     /// No rival that sees what KVM and QEMU show does better.
     pub fn is_unbeaten(&self) -> bool {
-        self.ebb.is_as_good_as(self.best)
+        self.ebb.is_as_good_as(&self.best)
     }
 
     /// Nor does qmemman whose guests tell it at once.
     pub fn beats_pushed(&self) -> bool {
-        self.ebb.is_as_good_as(self.pushed)
+        self.ebb.is_as_good_as(&self.pushed)
     }
 
     /// Memory could be divided once for good, and Ebb does worse than that.
     pub fn is_beaten_by_a_split(&self) -> bool {
-        self.split.is_some_and(|split| !self.ebb.is_as_good_as(split))
+        self.split.as_ref().is_some_and(|split| !self.ebb.is_as_good_as(split))
     }
 
     /// Ebb's stall is more than a quarter above the best rival's, and by more than a second.
@@ -153,8 +105,8 @@ impl Found {
 
     /// How much worse than the best: a guest that is harmed counts as 30 s.
     pub fn loss(&self) -> f64 {
-        let cost = |b: Brief| b.stall_s + 30.0 * (self.vms - b.held) as f64;
-        cost(self.ebb) - cost(self.best)
+        let cost = |s: &Score| s.stall_s + 30.0 * (self.vms - s.held) as f64;
+        cost(&self.ebb) - cost(&self.best)
     }
 }
 
@@ -204,9 +156,8 @@ mod tests {
         (held, stall_s, ooms): (u64, f64, u64),
         (other, its, killed): (u64, f64, u64),
     ) -> bool {
-        let none = Brief { held: 0, stall_s: 0.0, ooms: 0, reversals: 0.0, needless: 0.0 };
-        let other = Brief { held: other, stall_s: its, ooms: killed, ..none };
-        Brief { held, stall_s, ooms, ..none }.is_as_good_as(other)
+        let other = Score { held: other, stall_s: its, ooms: killed, ..Score::default() };
+        Score { held, stall_s, ooms, ..Score::default() }.is_as_good_as(&other)
     }
 
     #[test]
@@ -218,11 +169,11 @@ mod tests {
     #[test]
     fn a_quarter_more_counts_where_it_is_more_than_a_second() {
         let point = Point::random(&mut fastrand::Rng::with_seed(1));
-        let brief = |stall_s| Brief { held: 4, stall_s, ooms: 0, reversals: 0.0, needless: 0.0 };
+        let score = |stall_s| Score { held: 4, stall_s, ..Score::default() };
         let far = |ebb, best| {
-            let (ebb, best) = (brief(ebb), brief(best));
+            let (ebb, best) = (score(ebb), score(best));
             let (point, about, rival) = (point.clone(), String::new(), "none");
-            let (split, pushed, oracle) = (None, best, best);
+            let (split, pushed, oracle) = (None, best.clone(), best.clone());
             let broken = Vec::new();
             let f = Found { point, about, vms: 4, ebb, best, rival, split, pushed, oracle, broken };
             (f.is_far_beaten(), f.is_far_above())

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use ebb_core::table::table;
+use ebb_sim::Score;
 use ebb_sim::law::Law;
-use ebb_sim::search::{Brief, Found, NEEDLESS_MOST, Search};
+use ebb_sim::search::{Found, NEEDLESS_MOST, Search};
 use ebb_sim::worlds::RUN_MS;
 use serde::Serialize;
 
@@ -40,7 +41,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// Seconds of stall a guest and hour.
-fn stall_an_hour(of: &[&Found], whose: impl Fn(&Found) -> Brief) -> f64 {
+fn stall_an_hour(of: &[&Found], whose: fn(&Found) -> &Score) -> f64 {
     let guest_hours = of.iter().map(|f| f.vms as f64).sum::<f64>() * RUN_HOURS;
     of.iter().map(|f| whose(f).stall_s).sum::<f64>() / guest_hours.max(1e-9)
 }
@@ -51,18 +52,19 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
         let n = of.iter().filter(|f| is(f)).count();
         format!("{n} {}", if n == 1 { "world" } else { "worlds" })
     };
-    let sums = |what: fn(&Brief) -> f64, unit: &str| {
-        let sum = |whose: fn(&Found) -> &Brief| all.iter().map(|f| what(whose(f))).sum::<f64>();
+    let sums = |what: fn(&Score) -> f64, unit: &str| {
+        let sum = |whose: fn(&Found) -> &Score| all.iter().map(|f| what(whose(f))).sum::<f64>();
         format!("{:.0}{unit} / {:.0}{unit}", sum(|f| &f.ebb), sum(|f| &f.best))
     };
-    let means = |of: &[Found], what: fn(&Brief) -> f64| {
+    let means = |of: &[Found], what: fn(&Score) -> f64| {
         let n = of.len().max(1) as f64;
-        let mean = |whose: fn(&Found) -> &Brief| of.iter().map(|f| what(whose(f))).sum::<f64>() / n;
+        let mean = |whose: fn(&Found) -> &Score| of.iter().map(|f| what(whose(f))).sum::<f64>() / n;
         format!("{:.2} / {:.2}", mean(|f| &f.ebb), mean(|f| &f.best))
     };
-    let stall = stall_an_hour(&fit.iter().collect::<Vec<_>>(), |f| f.ebb);
+    let stall = stall_an_hour(&fit.iter().collect::<Vec<_>>(), |f| &f.ebb);
     let apart: Vec<&Found> = all.iter().filter(|f| f.split.is_some()).collect();
-    let stall_apart = [|f: &Found| f.ebb, |f: &Found| f.oracle].map(|of| stall_an_hour(&apart, of));
+    let apart_ebb = stall_an_hour(&apart, |f| &f.ebb);
+    let apart_oracle = stall_an_hour(&apart, |f| &f.oracle);
     let limit = median(all.iter().map(Found::beside_the_limit).collect());
     let by_split = all.iter().filter(|f| f.is_beaten_by_a_split()).count();
     let unbeaten_fit = format!("{} of {}", percent(fit, Found::is_unbeaten), fit.len());
@@ -90,10 +92,7 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
         ("- where all needs fit the host", worlds(fit, Found::kills_in_vain)),
         ("stall against the oracle's, a second added to both, median", format!("{limit:.2}")),
         ("stall where all needs fit, a guest and hour", format!("{stall:.2} s")),
-        (
-            "- where own peaks fit: Ebb / oracle",
-            format!("{:.2} s / {:.2} s", stall_apart[0], stall_apart[1]),
-        ),
+        ("- where own peaks fit: Ebb / oracle", format!("{apart_ebb:.2} s / {apart_oracle:.2} s")),
         (
             "reversals a guest and minute where all needs fit: Ebb / best rival",
             means(fit, |b| b.reversals),
@@ -122,10 +121,10 @@ fn laws(all: &[Found]) -> String {
 
 /// Ebb and its best rivals in all of these worlds together.
 fn together(of: &[Found]) -> String {
-    let sum = |what: fn(&Brief) -> f64, whose: fn(&Found) -> &Brief| {
+    let sum = |what: fn(&Score) -> f64, whose: fn(&Found) -> &Score| {
         of.iter().map(|f| what(whose(f))).sum::<f64>()
     };
-    let line = |name: &str, whose: fn(&Found) -> &Brief| {
+    let line = |name: &str, whose: fn(&Found) -> &Score| {
         vec![
             name.to_string(),
             format!("{:.0}", sum(|b| b.held as f64, whose)),
