@@ -4,6 +4,8 @@
 //! one. So each is switched off from outside, by hiding from the loop what the
 //! feature works with, or by making the loop forget what it remembers for it.
 
+use std::collections::BTreeMap;
+
 use ebb_core::config::{Amount, Config};
 use ebb_core::plan::{Action, Outcome, Plan};
 use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent, VmId};
@@ -71,7 +73,7 @@ pub fn run(setup: &Setup, fault: Option<Fault>) -> Ran {
     let config = setup.config();
     let mut laws = Laws::new(&config);
     let mut engine = Engine::new(told(config, fault), false);
-    let mut host = Faulty { world: World::new(setup), fault, last: Vec::new() };
+    let mut host = Faulty { world: World::new(setup), fault, last: BTreeMap::new() };
     loop {
         let (tick, model) = engine.step(&mut host);
         laws.check(&host.world, &tick);
@@ -112,7 +114,7 @@ struct Faulty {
     world: World,
     fault: Option<Fault>,
     /// What each guest last showed.
-    last: Vec<(ebb_core::sample::VmId, BalloonSample)>,
+    last: BTreeMap<VmId, BalloonSample>,
 }
 
 impl Faulty {
@@ -127,16 +129,8 @@ impl Faulty {
         for vm in &mut sample.vms {
             match self.fault {
                 Some(Fault::HandsOff) => {
-                    match &vm.balloon {
-                        Some(b) => {
-                            self.last.retain(|l| l.0 != vm.id);
-                            self.last.push((vm.id, b.clone()));
-                        }
-                        None => {
-                            vm.balloon =
-                                self.last.iter().find(|l| l.0 == vm.id).map(|l| l.1.clone())
-                        }
-                    }
+                    self.last.extend(vm.balloon.clone().map(|b| (vm.id, b)));
+                    vm.balloon = self.last.get(&vm.id).cloned();
                     vm.link = Link::Up;
                     vm.run = Some(RunState::Running);
                 }
@@ -180,10 +174,7 @@ impl Host for Faulty {
     }
 
     fn remember(&mut self, owned: &Owned) -> Result<(), String> {
-        if self.fault == Some(Fault::WriteDown) {
-            return Ok(());
-        }
-        self.world.remember(owned)
+        if self.fault == Some(Fault::WriteDown) { Ok(()) } else { self.world.remember(owned) }
     }
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {

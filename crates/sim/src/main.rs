@@ -9,7 +9,6 @@ use clap::Parser;
 use ebb_core::units::Bytes;
 use ebb_sim::search::Search;
 
-use cli::comparison::Compare;
 use cli::scale::{Hosts, Run};
 
 /// Runs the daemon's loop on synthetic guests: a stand-in, no claim about real ones
@@ -83,9 +82,10 @@ fn run(cli: Cli) -> Result<()> {
     }
     if cli.compare {
         let first = seed.unwrap_or(0);
-        let (seeds, only) = (first..first.saturating_add(cli.seeds.unwrap_or(20)), cli.scenario);
-        let compare = Compare { seeds, only, markdown: cli.markdown, commit: cli.commit };
-        return cli::comparison::compare_all(&compare, json);
+        let seeds = first..first.saturating_add(cli.seeds.unwrap_or(20));
+        let commit = cli.commit.as_deref().unwrap_or("unknown");
+        let document = cli.markdown.as_deref().map(|file| (file, commit));
+        return cli::comparison::run(seeds, &cli.scenario, document, json);
     }
     if let Some(file) = cli.trace {
         return cli::trace::run(&file, host, json);

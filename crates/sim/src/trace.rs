@@ -70,9 +70,7 @@ impl Trace {
         let told = self.vms.into_values().filter(|r| !r.anon.is_empty());
         let guests: Vec<Spec> = told.map(|r| r.spec(end)).collect();
         let host = host.unwrap_or(self.host);
-        let probes = Vec::new();
-        let swap = self.swap;
-        let setup = Setup { seed, probes, ..Setup::of(host, swap, end, guests) };
+        let setup = Setup { seed, ..Setup::of(host, self.swap, end, guests) };
         (!setup.guests.is_empty() && host > Bytes::ZERO).then_some(setup)
     }
 }

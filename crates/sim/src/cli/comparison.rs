@@ -13,23 +13,17 @@ use super::{emit, emit_json, threads};
 const BEGIN: &str = "<!-- comparison: begin";
 const END: &str = "<!-- comparison: end -->";
 
-/// Settings of a comparison.
-pub struct Compare {
-    pub seeds: Range<u64>,
-    /// Only these scenarios; empty: all.
-    pub only: Vec<String>,
-    /// Writes the table into this document.
-    pub markdown: Option<String>,
-    /// The commit to name there.
-    pub commit: Option<String>,
-}
-
-/// Runs it, prints it, writes it down.
-pub fn compare_all(c: &Compare, json: bool) -> Result<()> {
-    let result = compare(&scenarios(&c.only)?, c.seeds.clone(), threads());
-    if let Some(file) = &c.markdown {
+/// Runs it with these scenarios (all, if there are none), prints it, and writes the table into a
+/// document, with the commit to name there.
+pub fn run(
+    seeds: Range<u64>,
+    only: &[String],
+    document: Option<(&str, &str)>,
+    json: bool,
+) -> Result<()> {
+    let result = compare(&scenarios(only)?, seeds, threads());
+    if let Some((file, commit)) = document {
         let old = std::fs::read_to_string(file).with_context(|| format!("cannot read {file}"))?;
-        let commit = c.commit.as_deref().unwrap_or("unknown");
         let new = written_into(&old, file, &section(&result, commit))?;
         replace(Path::new(file), &new).with_context(|| format!("cannot write {file}"))?;
     }
