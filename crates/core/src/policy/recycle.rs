@@ -55,32 +55,13 @@ struct RecycleParams {
 }
 
 fn params(state: Pressure) -> RecycleParams {
-    match state {
-        Pressure::Clear => RecycleParams {
-            loss: 0.01,
-            period_ms: 8_000,
-            slack_s: 4.0,
-            split: None,
-            budget_ms: 250,
-        },
-        Pressure::Soft => RecycleParams {
-            loss: 0.02,
-            period_ms: 4_000,
-            slack_s: 2.0,
-            split: Some(256),
-            budget_ms: 300,
-        },
-        Pressure::Hard => RecycleParams {
-            loss: 0.05,
-            period_ms: 1_000,
-            slack_s: 1.0,
-            split: Some(64),
-            budget_ms: 300,
-        },
-        Pressure::Critical => {
-            RecycleParams { loss: 1.0, period_ms: 0, slack_s: 0.0, split: Some(1), budget_ms: 1000 }
-        }
-    }
+    let (loss, period_ms, slack_s, split, budget_ms) = match state {
+        Pressure::Clear => (0.01, 8_000, 4.0, None, 250),
+        Pressure::Soft => (0.02, 4_000, 2.0, Some(256), 300),
+        Pressure::Hard => (0.05, 1_000, 1.0, Some(64), 300),
+        Pressure::Critical => (1.0, 0, 0.0, Some(1), 1000),
+    };
+    RecycleParams { loss, period_ms, slack_s, split, budget_ms }
 }
 
 /// What to ask of which agent; VMs without a usable map are left out.
@@ -171,12 +152,10 @@ fn on_request(
     }
     let job = Recycle {
         max_bytes: want,
-        min_run_pages: 1,
         budget_ms: 5000,
         huge: HugePages::Split,
         split_min_pages: 1,
-        marked: false,
-        most_closed: None,
+        ..Recycle::default()
     };
     (want != Some(Bytes::ZERO)).then(|| RecycleOrder {
         vm: vm.id,
@@ -204,12 +183,11 @@ fn one(
     };
     let job = |marked| Recycle {
         max_bytes: (params.slack_s > 0.0).then_some(want),
-        min_run_pages: 1,
         budget_ms: params.budget_ms,
         huge: if params.split.is_some() { HugePages::Split } else { HugePages::Keep },
         split_min_pages: params.split.unwrap_or(1),
         marked,
-        most_closed: None,
+        ..Recycle::default()
     };
     if params.period_ms == 0 {
         let why = format!("host {}: all of {held} at once", model.state_of(vm));
