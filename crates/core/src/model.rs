@@ -73,7 +73,7 @@ impl Model {
     /// What others than VMs use of the tightest limit.
     pub fn others(&self) -> Bytes {
         let vms: Bytes = self.vms.iter().filter(|v| !v.outside).filter_map(|v| v.resident).sum();
-        (self.host.capacity - self.host.headroom) - vms
+        (self.host.shown.capacity - self.host.shown.headroom) - vms
     }
 
     /// Understands a sample. `memory` must have [observed](Memory::observe) it.
@@ -133,27 +133,26 @@ impl Model {
     /// The state of that limit.
     pub fn state_of(&self, vm: &VmModel) -> Pressure {
         match self.host.limits.len() {
-            0 | 1 => self.host.state,
+            0 | 1 => self.host.shown.state,
             _ => self.limit_of(vm).map_or(Pressure::Clear, |l| l.state),
         }
     }
 }
 
 fn mark_outside(host: &HostModel, vms: &mut [VmModel]) {
-    let limit = host.limits.iter().find(|l| l.name == host.limit_name);
     for vm in vms {
-        vm.outside = limit.is_some_and(|l| !vm.is_below(l));
+        vm.outside = !host.limits.is_empty() && !vm.is_below(&host.shown);
     }
 }
 
 /// What cannot work out, whatever is decided.
 fn warnings(host: &HostModel, vms: &[VmModel], memory: &Memory) -> Vec<String> {
     let mut warnings = Vec::new();
-    if host.stalls_elsewhere {
+    if host.shown.stalls_elsewhere {
         warnings.push(format!(
             "tasks stall or swap much although there is memory: {}. A limit that Ebb does not see \
              is full, e.g. a NUMA node (numastat -m) or a cgroup's own memory.high",
-            host.why
+            host.shown.why
         ));
     }
     let unseen =

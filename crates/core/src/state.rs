@@ -383,7 +383,7 @@ impl Memory {
 
     /// Takes in what others than VMs use, where it is known.
     fn see_others(&mut self, model: &Model) {
-        let now = (model.host.limit_name.clone(), model.vms.iter().map(|v| v.id).collect());
+        let now = (model.host.shown.name.clone(), model.vms.iter().map(|v| v.id).collect());
         let was = std::mem::replace(&mut self.others_of, now);
         if was.0 != self.others_of.0 {
             self.others = Recent::default();
@@ -433,12 +433,12 @@ impl Memory {
     pub fn learn(&mut self, model: &Model, decided: &Decided, outcomes: &[Outcome], applied: bool) {
         let plan = &decided.plan;
         let first = self.at.replace(model.at).is_none();
-        if model.host.state != self.state || first {
-            self.state = model.host.state;
+        if model.host.shown.state != self.state || first {
+            self.state = model.host.shown.state;
             self.state_since = model.at;
         }
         self.vmstat = model.host.vmstat;
-        self.urgency = model.host.urgency;
+        self.urgency = model.host.shown.urgency;
         self.see_others(model);
         self.see_limits(model);
         let beyond = |r: &Stage| r.name == StageName::Offload && r.missing > Bytes::ZERO;

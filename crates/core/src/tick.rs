@@ -276,7 +276,7 @@ impl Engine {
     /// not be asked in it: those that were asked lately, do not change, and cannot be short before
     /// they are asked again.
     pub fn next(&self, model: &Model) -> Next {
-        let busy = model.host.state > Pressure::Clear
+        let busy = model.host.shown.state > Pressure::Clear
             || !self.postponed.is_empty()
             || model.vms.iter().any(|v| {
                 v.owed.0 > 0 && !matches!(v.standing, Standing::Off(_)) || !v.distress.is_empty()
@@ -292,7 +292,8 @@ impl Engine {
         let rest_ms = many(REST_MS_A_VM).min(tick_ms);
         let at = model.at.plus(wait_ms);
         // What is paged out of a VM depends on what it holds now.
-        let pages_out = self.memory.beyond_since.is_some() && model.host.state >= Pressure::Hard;
+        let pages_out =
+            self.memory.beyond_since.is_some() && model.host.shown.state >= Pressure::Hard;
         let least = if wait_ms > fast_ms { GROWTH_OF_MANY } else { Bytes::ZERO };
         let at_rest = |vm: &VmModel, within_ms| {
             let memory = self.memory.vm(vm.id).filter(|_| !pages_out);
@@ -305,12 +306,12 @@ impl Engine {
         };
         let is_quiet = |vm: &VmModel| {
             let since = self.memory.of(vm.id).cold.since;
-            model.host.state == Pressure::Clear && model.at.since(since) >= QUIET_MS
+            model.host.shown.state == Pressure::Clear && model.at.since(since) >= QUIET_MS
         };
         let quiet_ms = QUIET_ASK_MS.min(tick_ms);
         let rests = |vm: &&VmModel| waits(vm, rest_ms) || is_quiet(vm) && waits(vm, quiet_ms);
         // Only where there are too many to ask all of them in time.
-        let spares = wait_ms > fast_ms && model.host.state == Pressure::Clear;
+        let spares = wait_ms > fast_ms && model.host.shown.state == Pressure::Clear;
         let by_module = |vm: &VmModel| vm.guest.is_some_and(|g| g.by_module);
         let calm = |vm: &&VmModel| {
             by_module(vm) || spares && at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some()
@@ -407,7 +408,8 @@ mod tests {
         let id = VmId { pid: 1, start: 1 };
         let asked = Some(Stamp(1000));
         engine.memory.vms = vec![VmMemory { id, asked, ..VmMemory::default() }];
-        let host = HostModel { state: crate::model::Pressure::Hard, ..HostModel::default() };
+        let shown = Limit { state: Pressure::Hard, ..Limit::default() };
+        let host = HostModel { shown, ..HostModel::default() };
         // With 100 VMs one at rest is asked once a second.
         let vms = (1..=100).map(|pid| VmModel { id: VmId { pid, start: 1 }, ..VmModel::default() });
         let model = Model { at: Stamp(1000), host, vms: vms.collect(), ..Model::default() };
@@ -466,7 +468,8 @@ mod tests {
             let (ram, owed) = (Some(Bytes::gib(1)), Bytes::mib(100));
             let vm = |pid| VmModel { id: id(pid), ram, owed, guest, ..VmModel::default() };
             let asked = Some(Stamp(QUIET_MS - asked_ago));
-            let host = HostModel { state, ..HostModel::default() };
+            let shown = Limit { state, ..Limit::default() };
+            let host = HostModel { shown, ..HostModel::default() };
             let mut engine = Engine::new(Config::default(), false);
             engine.memory.vms = vec![VmMemory { id: id(1), asked, ..VmMemory::default() }];
             let vms = (1..=vms).map(vm).collect();

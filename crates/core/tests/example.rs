@@ -39,7 +39,7 @@ fn table() -> String {
         while host.now < end {
             let (_, model) = engine.step(&mut host);
             if std::mem::take(&mut first) {
-                let (left, state) = (host.available(), model.host.state);
+                let (left, state) = (host.available(), model.host.shown.state);
                 let guest = |g: &Guest| format!("{} | {} | {}", g.used, g.actual, g.resident);
                 let [a, b] = [0, 1].map(|i| guest(&host.guests[i]));
                 let _ = writeln!(rows, "| {second} | {left} | {state} | {a} | {b} |");

@@ -145,7 +145,7 @@ fn what_was_taken_for_a_limit_comes_back_when_it_vanishes() {
     host.limits.clear();
     let (_, model) = run(&mut host, &mut engine, 240);
     assert_eq!(balloons(&host), [0.0; 5]);
-    assert_eq!((model.host.limit_name.as_str(), engine.memory.limits.len()), ("host", 0));
+    assert_eq!((model.host.shown.name.as_str(), engine.memory.limits.len()), ("host", 0));
 }
 
 /// Host and tenant have nothing in common but the guests: 40 GiB of the host are free.
@@ -400,7 +400,7 @@ fn what_others_used_of_the_host_is_nothing_that_they_used_of_a_limit_that_is_new
     run(&mut host, &mut engine, 10);
     host.limits = vec![limit("/t/a", 7.0, 0.0)];
     let (tick, model) = engine.step(&mut host);
-    assert_eq!(model.host.limit_name, "/t/a");
+    assert_eq!(model.host.shown.name, "/t/a");
     let asked: Vec<u32> = tick.plan.actions.iter().map(|a| a.vm.pid).collect();
     assert_eq!(asked, [2], "the first needed all of its memory ten seconds ago");
 }

@@ -46,7 +46,7 @@ impl Tier {
         while self.toy.now < end {
             let (tick, model) = engine.step(self);
             self.wait(&engine.next(&model));
-            ticks.push((tick, model.host.state));
+            ticks.push((tick, model.host.shown.state));
         }
         ticks
     }

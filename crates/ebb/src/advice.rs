@@ -19,10 +19,10 @@ pub fn in_description(option: &str, value: &str) -> String {
 
 /// A reserve that is larger than what counts of it.
 pub fn cut_reserve(config: &Config, host: &HostModel) -> Option<String> {
-    let wanted = config.reserve.filter(|r| host.known && *r > host.capacity.share(0.5))?;
+    let wanted = config.reserve.filter(|r| host.known && *r > host.shown.capacity.share(0.5))?;
     Some(format!(
         "host.reserve = {wanted} is more than half of {} under {}: {} of it counts",
-        host.capacity, host.limit_name, host.reserve
+        host.shown.capacity, host.shown.name, host.shown.reserve
     ))
 }
 
@@ -59,6 +59,7 @@ pub fn unmet_sections<'a>(config: &Config, unmet: impl Iterator<Item = &'a str>)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ebb_core::model::Limit;
     use ebb_core::units::Bytes;
 
     #[test]
@@ -77,14 +78,15 @@ mod tests {
     fn a_reserve_that_is_cut_is_said_with_both_figures() {
         let config = Config::parse("f", "[host]\nreserve = \"20GiB\"\n").unwrap();
         let (capacity, reserve) = (Bytes::gib(24), Bytes::gib(12));
-        let limit_name = "host".to_string();
-        let host = HostModel { known: true, capacity, reserve, limit_name, ..HostModel::default() };
+        let shown = Limit { name: "host".into(), capacity, reserve, ..Limit::default() };
+        let mut host = HostModel { known: true, shown, ..HostModel::default() };
         let said = cut_reserve(&config, &host).unwrap();
         let want =
             "host.reserve = 20 GiB is more than half of 24 GiB under host: 12 GiB of it counts";
         assert_eq!(said, want);
         // A limit that holds more than its VMs may take keeps less: that is no fault.
-        assert_eq!(cut_reserve(&config, &HostModel { capacity: Bytes::gib(40), ..host }), None);
+        host.shown.capacity = Bytes::gib(40);
+        assert_eq!(cut_reserve(&config, &host), None);
         assert_eq!(cut_reserve(&Config::default(), &HostModel::default()), None);
     }
 }

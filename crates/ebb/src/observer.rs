@@ -208,12 +208,12 @@ impl Observer {
             say(&format!("{} VMs: {}", model.vms.len(), names.join(" ")));
             self.said.vms = Some(model.vms.len());
         }
-        let host = &model.host;
+        let host = &model.host.shown;
         if host.state != self.said.state || self.verbose {
             say(&format!("host {}: {}", host.state, host.why));
             self.said.state = host.state;
         }
-        let all: Vec<String> = host.warnings.iter().chain(warnings).cloned().collect();
+        let all: Vec<String> = model.host.warnings.iter().chain(warnings).cloned().collect();
         for w in self.warning_lines.warnings(tick.sample.at, all) {
             say(&format!("warning: {w}"));
         }

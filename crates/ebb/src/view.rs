@@ -148,20 +148,20 @@ Host(
     h: &HostModel, s: &HostSample, tick: &Tick, model: &Model, memory: &Memory, vms: &[Vm]
 ):
     #[serde(deserialize_with = "lenient")]
-    state: Pressure = h.state;
+    state: Pressure = h.shown.state;
     state_s: u64 = model.at.since(memory.state_since) / 1000;
     /// What made it, in words.
-    why: String = h.why.clone();
+    why: String = h.shown.why.clone();
     /// The tightest limit on memory: `host`, a cgroup or NUMA nodes.
-    bound: String = h.limit_name.clone();
+    bound: String = h.shown.name.clone();
     /// Under that bound.
-    capacity: Bytes = h.capacity;
+    capacity: Bytes = h.shown.capacity;
     /// What can still be had without harm.
-    headroom: Bytes = h.headroom;
+    headroom: Bytes = h.shown.headroom;
     /// What the host wants to keep.
-    reserve: Bytes = h.reserve;
+    reserve: Bytes = h.shown.reserve;
     /// What is missing to it.
-    shortage: Bytes = h.shortage;
+    shortage: Bytes = h.shown.shortage;
     /// `MemTotal`, `MemFree`, `MemAvailable`.
     total: Option<Bytes> = s.memory.map(|m| m.total);
     /// `MemFree`.
@@ -193,9 +193,9 @@ Host(
     /// Sum of what they hold.
     resident: Bytes = vms.iter().filter_map(|v| v.resident).sum();
     /// How much tasks suffer, 0 to 1.
-    urgency: f64 = h.urgency;
+    urgency: f64 = h.shown.urgency;
     /// What VMs that have just started may still take.
-    starting: Bytes = h.promised;
+    starting: Bytes = h.shown.promised;
     /// What in the configuration cannot work out.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String> = h.warnings.clone();

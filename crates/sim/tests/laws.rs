@@ -223,7 +223,7 @@ fn without_a_written_state_nothing_is_taken() {
     let mut short = false;
     run(&mut engine, &mut world, |_, tick, model| {
         assert!(tick.plan.actions.iter().all(Action::gives), "{:?}", tick.plan.actions);
-        short |= model.host.state > Pressure::Soft;
+        short |= model.host.shown.state > Pressure::Soft;
         true
     });
     assert!(short, "the scenario must come to a point where something would be taken");

@@ -18,43 +18,19 @@ use crate::units::Bytes;
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostModel {
-    pub state: Pressure,
-    /// [`Limit::name`] of the tightest limit, or of the one that is shown as the host.
-    pub limit_name: String,
-    /// What VMs and host may use under that limit.
-    pub capacity: Bytes,
-    /// What of it can still be had without harm.
-    pub headroom: Bytes,
-    /// What the host wants to keep.
-    pub reserve: Bytes,
-    /// What is missing to the reserve (more while PSI says tasks stall).
-    pub shortage: Bytes,
+    /// The tightest limit, or the one that is decided under: what policies take for the host.
+    pub shown: Limit,
     /// Pages swapped in a second.
     pub swap_in_rate: f64,
     /// Pages swapped out a second.
     pub swap_out_rate: f64,
     /// Counters of this tick, for the next one's rates.
     pub vmstat: Option<Vmstat>,
-    /// What made the state, for people.
-    pub why: String,
     /// Whether the host's memory could be read at all.
     pub known: bool,
-    /// The state that it would be in for stalls alone.
-    pub stalled: Pressure,
-    /// How much tasks suffer, 0 to 1: from PSI, swapping and cgroup v1's
-    /// notifications; rises at once, sinks over 15 s. It scales goal and steps.
-    pub urgency: f64,
-    /// What VMs that have just started may still take of what they were promised.
-    pub promised: Bytes,
-    /// Given lately to guests that have not touched it yet.
-    pub outstanding: Bytes,
     /// Each limit: the machine's first, then the VMs' cgroup's, then all others.
     pub limits: Vec<Limit>,
-    /// Tasks stall or much is swapped out although the tightest limit has plenty: another
-    /// limit is full, one that is not known here.
-    pub stalls_elsewhere: bool,
-    /// The same as far as paging out may use it; `None`: there is none, or paging
-    /// out is switched off.
+    /// Swap that paging out may use; `None`: there is none, or paging out is switched off.
     pub offload_room: Option<Bytes>,
     /// What it takes to touch a MiB of new memory, microseconds; `None`: not measured.
     pub touch_us: Option<u32>,
@@ -83,17 +59,18 @@ pub struct Limit {
     pub reserve: Bytes,
     /// Swap that may be used there, less a tenth, as the memory that using it frees.
     pub swap_left: Bytes,
-    /// See [`HostModel::state`], and so on.
     pub state: Pressure,
-    /// What is missing.
+    /// What is missing to the reserve (more while PSI says tasks stall).
     pub shortage: Bytes,
     /// The state that it would be in for stalls alone.
     pub stalled: Pressure,
-    /// Tasks stall though it has plenty.
+    /// Tasks stall or much is swapped out although it has plenty: another limit is full, one that is
+    /// not known here.
     pub stalls_elsewhere: bool,
-    /// How much tasks suffer.
+    /// How much tasks suffer, 0 to 1: from PSI, swapping and cgroup v1's notifications; rises at once,
+    /// sinks over 15 s. It scales goal and steps.
     pub urgency: f64,
-    /// What VMs below it that have just started may still take.
+    /// What VMs below it that have just started may still take of what they were promised.
     pub promised: Bytes,
     /// Given lately to guests below it that have not touched it yet.
     pub outstanding: Bytes,
@@ -197,7 +174,8 @@ impl HostModel {
             let why = "the host's memory cannot be read: nothing is taken".into();
             let promised = vms.iter().map(|v| v.promised).sum();
             let outstanding = vms.iter().map(|v| v.outstanding).sum();
-            return HostModel { why, promised, outstanding, ..host };
+            host.shown = Limit { why, promised, outstanding, ..Limit::default() };
+            return host;
         };
         let least = least.name.clone();
         let machine_is_tight = limits.iter().any(|(l, _)| l.is_host() && l.is_tight());
@@ -226,26 +204,11 @@ impl HostModel {
         HostModel { offload_room, ..host }
     }
 
-    /// The limit that is shown as the host; `None`: none is known.
-    pub fn limit(&self) -> Option<&Limit> {
-        self.limits.iter().find(|l| l.name == self.limit_name).or(self.limits.first())
-    }
-
-    /// Swap that may be used under the limit that is shown.
-    pub fn swap_left(&self) -> Bytes {
-        self.limit().map_or(Bytes::ZERO, |l| l.swap_left)
-    }
-
     /// Shows this limit as the host.
     pub(super) fn aim(&mut self, limit: usize) {
         let Some(l) = self.limits.get(limit) else { return };
-        (self.capacity, self.headroom, self.reserve) = (l.capacity, l.headroom, l.reserve);
-        (self.state, self.stalled, self.shortage) = (l.state, l.stalled, l.shortage);
-        (self.promised, self.outstanding) = (l.promised, l.outstanding);
-        (self.urgency, self.stalls_elsewhere) = (l.urgency, l.stalls_elsewhere);
         self.offload_room = self.offload_room.map(|_| l.swap_left);
-        self.limit_name.clone_from(&l.name);
-        self.why.clone_from(&l.why);
+        self.shown = l.clone();
     }
 }
 

@@ -25,7 +25,7 @@ fn host_sample(available_mib: u64) -> Sample {
 
 fn state(sample: &Sample, before: Pressure) -> Pressure {
     let memory = Memory { state: before, at: Some(Stamp(4_000)), ..Memory::default() };
-    Model::new(&Config::default(), sample, &memory).host.state
+    Model::new(&Config::default(), sample, &memory).host.shown.state
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn heavy_stalls_and_swapping_are_never_ignored() {
         s.host.psi = Some(Psi { some: line(20.0), full: line(full) });
         s.host.vmstat = swapped(pages);
         let m = Model::new(&Config::default(), &s, &memory).host;
-        (m.state, m.shortage, m.warnings.join(""))
+        (m.shown.state, m.shown.shortage, m.warnings.join(""))
     };
     assert_eq!(look(4.0, 100), (Pressure::Clear, Bytes::ZERO, String::new()));
     for (full, pages) in [(60.0, 0), (0.0, 4096)] {
@@ -228,7 +228,7 @@ fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
     memory.observe(&s);
     let model = Model::new(&Config::default(), &s, &memory);
     let outside: Vec<bool> = model.vms.iter().map(|v| v.outside).collect();
-    assert_eq!((model.host.limit_name.as_str(), outside), ("/full", vec![false, true, true]));
+    assert_eq!((model.host.shown.name.as_str(), outside), ("/full", vec![false, true, true]));
     let Decided { plan, .. } = decide(&model, &memory, &[]);
     let order = |pid| plan.actions.iter().find(|a| a.vm.pid == pid);
     assert!(order(1).is_some_and(|a| !a.gives()), "{plan:?}");
@@ -248,20 +248,20 @@ fn the_tightest_bound_decides_and_huge_page_pools_are_nobodys() {
         ..LimitSample::default()
     });
     let m = Model::new(&Config::default(), &s, &Memory::default()).host;
-    assert_eq!((m.state, m.limit_name.as_str()), (Pressure::Critical, "/vms"));
-    assert_eq!(m.headroom, Bytes::mib(34));
-    assert_eq!(m.shortage, default_reserve(Bytes::gib(1)) - Bytes::mib(34));
+    assert_eq!((m.shown.state, m.shown.name.as_str()), (Pressure::Critical, "/vms"));
+    assert_eq!(m.shown.headroom, Bytes::mib(34));
+    assert_eq!(m.shown.shortage, default_reserve(Bytes::gib(1)) - Bytes::mib(34));
     s.host.pool = None;
     s.host.memory.as_mut().unwrap().hugetlb = Bytes::gib(6);
     let m = Model::new(&Config::default(), &s, &Memory::default()).host;
-    assert_eq!((m.capacity, m.headroom), (Bytes::gib(4), Bytes::gib(4)));
+    assert_eq!((m.shown.capacity, m.shown.headroom), (Bytes::gib(4), Bytes::gib(4)));
 }
 
 #[test]
 fn an_unreadable_host_takes_nothing() {
     let m = Model::new(&Config::default(), &Sample::default(), &Memory::default()).host;
     assert!(!m.known);
-    assert_eq!((m.state, m.shortage), (Pressure::Clear, Bytes::ZERO));
+    assert_eq!((m.shown.state, m.shown.shortage), (Pressure::Clear, Bytes::ZERO));
     // Of a guest that is idle, on a host that was critical a moment ago.
     let all = Bytes::gib(4);
     let guest = crate::sample::GuestStats { available: Some(Bytes::gib(3)), ..Default::default() };

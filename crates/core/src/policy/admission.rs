@@ -134,16 +134,16 @@ pub fn supply(model: &Model, memory: &Memory) -> Supply {
         let limit = model.common_limit();
         model.to_mut().aim(limit);
     }
-    let host = &model.host;
+    let (host, limit) = (&model.host, &model.host.shown);
     let of_vm = |vm: &VmModel| vm_supply(model.at, vm, memory.of(vm.id));
     Supply {
         known: host.known,
-        state: host.state,
-        capacity: host.capacity,
-        headroom: host.headroom,
-        reserve: host.reserve,
-        promised: host.promised + host.outstanding,
-        others: memory.others_under(&host.limit_name).map_or(Bytes::ZERO, Recent::highest)
+        state: limit.state,
+        capacity: limit.capacity,
+        headroom: limit.headroom,
+        reserve: limit.reserve,
+        promised: limit.promised + limit.outstanding,
+        others: memory.others_under(&limit.name).map_or(Bytes::ZERO, Recent::highest)
             - model.others(),
         swap: host.offload_room.unwrap_or_default(),
         vms: model.vms.iter().filter(|vm| !vm.outside).map(of_vm).collect(),
@@ -261,7 +261,7 @@ fn worst_case(supply: &Supply, need: Bytes) -> WorstCase {
 /// is to be had: VMs to pause (nothing is lost, and a paused VM can be paged out),
 /// the lightest first, among equals the largest.
 pub fn last_resort(model: &Model, missing: Bytes) -> Vec<LastResort> {
-    if model.host.state < Pressure::Critical || missing < Bytes::mib(1) {
+    if model.host.shown.state < Pressure::Critical || missing < Bytes::mib(1) {
         return Vec::new();
     }
     let mut vms: Vec<&VmModel> = model
@@ -406,7 +406,7 @@ mod tests {
             ..Model::default()
         };
         assert!(last_resort(&model, Bytes::gib(1)).is_empty());
-        model.host.state = Pressure::Critical;
+        model.host.shown.state = Pressure::Critical;
         assert!(last_resort(&model, Bytes::ZERO).is_empty());
         let pids: Vec<u32> = last_resort(&model, Bytes::gib(1)).iter().map(|l| l.vm.pid).collect();
         assert_eq!(pids, [3, 2, 1]);

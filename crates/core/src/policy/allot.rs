@@ -258,7 +258,7 @@ pub(super) fn allot(
     least: &[Bytes],
     most_of: &[Bytes],
 ) -> Allotment {
-    let (at, host) = (model.at, &model.host);
+    let (at, host) = (model.at, &model.host.shown);
     let claim = |index: usize| {
         let vm = &model.vms[index];
         // RAM that is pinned is all there, or of a pool of its own.
@@ -273,11 +273,10 @@ pub(super) fn allot(
     let claims: Vec<Claim<'_>> = (0..model.vms.len()).filter_map(claim).collect();
     let all = host.headroom + claims.iter().map(|c| c.held).sum::<Bytes>();
     let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + host.promised;
-    let swap = host.swap_left();
     let (with_swap, without) = CACHE_PART;
-    let swaps = swap >= host.reserve.share(with_swap);
+    let swaps = host.swap_left >= host.reserve.share(with_swap);
     let (most, least) = if swaps { (with_swap, HOST_LEAST.0) } else { (without, HOST_LEAST.1) };
-    let (others, lately) = (model.others(), memory.others_under(&host.limit_name));
+    let (others, lately) = (model.others(), memory.others_under(&host.name));
     // What others than VMs needed lately they are likely to need again.
     let keep_at = |level: Level| {
         let part = match level.host {
@@ -320,7 +319,7 @@ pub(super) fn allot(
     let all_growth: Vec<_> = claims.iter().map(|c| c.growth(at, level)).collect();
     let growth: Bytes = all_growth.iter().map(|(alone, _)| *alone).sum();
     let beside_cache: Bytes = all_growth.iter().map(|(_, beside)| *beside).sum();
-    let lacks = |part: Bytes| if host.known { part - host.headroom } else { Bytes::ZERO };
+    let lacks = |part: Bytes| if model.host.known { part - host.headroom } else { Bytes::ZERO };
     // Balloons take their time: free memory is taken before what guests will touch is missing.
     let shortage = lacks((keep + growth).max(keep_by_cache + beside_cache));
     let cache_shortage = lacks(keep_by_cache + growth);
@@ -331,7 +330,7 @@ pub(super) fn allot(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{HostModel, Trust};
+    use crate::model::{HostModel, Limit, Trust};
     use crate::sample::VmId;
 
     #[test]
@@ -400,12 +399,9 @@ mod tests {
             (vm, m)
         };
         let (a, b) = (guest(1, 3.0, 5.0, 15_000), guest(2, 2.0, 6.0, 600_000));
-        let host = HostModel {
-            known: true,
-            headroom: Bytes::gib(4),
-            reserve: gib(1.28),
-            ..HostModel::default()
-        };
+        let (headroom, reserve) = (Bytes::gib(4), gib(1.28));
+        let shown = Limit { headroom, reserve, ..Limit::default() };
+        let host = HostModel { known: true, shown, ..HostModel::default() };
         let model = Model { at, host, vms: vec![a.0, b.0], ..Model::default() };
         let memory = Memory { vms: vec![a.1, b.1], ..Memory::default() };
         let allotted = allot(&model, &memory, &[Bytes::ZERO; 2], &[Bytes(u64::MAX); 2]);

@@ -79,10 +79,10 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[By
     let mut held: Vec<Option<String>> = vec![None; model.vms.len()];
     for (n, limit) in view.order.clone().into_iter().enumerate() {
         let (model, allot, deferred) = (view.under(limit), &allots[n], deferred[n]);
-        let host = &model.host;
-        let lacks = |shortage| if host.stalls_elsewhere { Bytes::ZERO } else { shortage };
+        let (host, shown) = (&model.host, &model.host.shown);
+        let lacks = |shortage| if shown.stalls_elsewhere { Bytes::ZERO } else { shortage };
         // What guests are not to be asked for is still missing: later stages may have it.
-        done.under.push(deferred + lacks(allot.shortage.max(host.shortage)));
+        done.under.push(deferred + lacks(allot.shortage.max(shown.shortage)));
         let short = deferred + lacks(allot.shortage);
         if short == Bytes::ZERO {
             let spare = if host.known { surplus_of(model, allot) } else { Bytes::ZERO };
@@ -323,7 +323,8 @@ fn relieve(
     // the host has nothing left, its OOM killer is next: then one that is short, too.
     let starves = wishes.iter().zip(&left).any(|(wish, left)| left.all < wish.bare);
     let host = &model.host;
-    let host_starves = host.known && host.headroom + host.swap_left() < host.reserve.share(LAST);
+    let shown = &host.shown;
+    let host_starves = host.known && shown.headroom + shown.swap_left < shown.reserve.share(LAST);
     let has_part = |i: usize, wish: &Wish| {
         let (vm, m) = (&model.vms[i], of(&i));
         let lives = m.reboot.is_none() && vm.unseen.is_empty();
@@ -513,9 +514,9 @@ fn on_request(
 
 /// What the host can give back.
 fn surplus_of(model: &Model, allot: &Allotment) -> Bytes {
-    let host = &model.host;
-    let kept = allot.keep.share(1.25) + allot.growth + host.outstanding;
-    if allot.contended { Bytes::ZERO } else { host.headroom - kept }
+    let limit = &model.host.shown;
+    let kept = allot.keep.share(1.25) + allot.growth + limit.outstanding;
+    if allot.contended { Bytes::ZERO } else { limit.headroom - kept }
 }
 
 /// Gives back what there is to spare under all limits above a VM: first to those that are tight,

@@ -93,15 +93,15 @@ impl Fund {
     /// What there is for the VMs below the limit that is shown as the host, if nothing was given to
     /// others.
     pub fn of(host: &HostModel) -> Fund {
-        let limit = host.limit();
+        let limit = &host.shown;
         Fund {
-            headroom: limit.map(|l| l.headroom),
-            swap_left: host.swap_left(),
-            reserve: limit.map_or(host.reserve, |l| l.reserve),
+            headroom: (!host.limits.is_empty()).then_some(limit.headroom),
+            swap_left: limit.swap_left,
+            reserve: limit.reserve,
             outstanding: Bytes::ZERO,
             spoken_for: Bytes::ZERO,
             keep: Bytes::ZERO,
-            calm: host.state <= Pressure::Soft,
+            calm: limit.state <= Pressure::Soft,
         }
     }
 }

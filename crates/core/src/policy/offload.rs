@@ -54,11 +54,11 @@ pub fn offload(
     };
     let before: Bytes = ordered.iter().copied().sum();
     let room = room - before;
-    let pace = pace(model.host.state);
+    let pace = pace(model.host.shown.state);
     if pace == Bytes::ZERO || missing < LEAST {
         return (Vec::new(), "only for what is missing on a hard host".into());
     }
-    if model.host.stalled < Pressure::Soft {
+    if model.host.shown.stalled < Pressure::Soft {
         return (Vec::new(), "only where tasks stall".into());
     }
     let since = memory.beyond_since.map_or(0, |t| model.at.since(t));
@@ -90,7 +90,7 @@ pub fn offload(
             u64::MAX => "it is paused".to_string(),
             ms => format!("quiet for {} s", ms / 1000),
         };
-        let reason = format!("host {}, {missing} missing; {idle}", model.host.state);
+        let reason = format!("host {}, {missing} missing; {idle}", model.host.shown.state);
         orders.push(OffloadOrder { vm: vm.id, name: vm.name.clone(), bytes, reason });
     }
     let words = match orders.len() {
@@ -142,7 +142,7 @@ fn spare(vm: &VmModel) -> Bytes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::HostModel;
+    use crate::model::{HostModel, Limit};
     use crate::sample::{AgentSample, Link, VmId};
     use crate::state::{Cold, Left};
     use crate::task::OffloadSample;
@@ -177,7 +177,8 @@ mod tests {
     ) -> Vec<(u32, u64)> {
         let offload_room = room.map(Bytes::mib);
         let stalled = state.min(Pressure::Soft);
-        let host = HostModel { state, stalled, offload_room, ..HostModel::default() };
+        let shown = Limit { state, stalled, ..Limit::default() };
+        let host = HostModel { shown, offload_room, ..HostModel::default() };
         let (vms, remembered) = vms.into_iter().unzip();
         let model = Model { at: NOW, dt_ms: 1000, host, vms };
         let beyond_since = Some(Stamp(NOW.0 - PATIENCE_MS));
@@ -209,7 +210,8 @@ mod tests {
     fn what_balloons_may_bring_in_a_moment_is_waited_for() {
         let ask = |state, stalled, since_ms: Option<u64>| {
             let offload_room = Some(Bytes::gib(1));
-            let host = HostModel { state, stalled, offload_room, ..HostModel::default() };
+            let shown = Limit { state, stalled, ..Limit::default() };
+            let host = HostModel { shown, offload_room, ..HostModel::default() };
             let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1)] };
             let beyond_since = since_ms.map(|ms| Stamp(NOW.0 - ms));
             let vms = vec![quiet_for(1, 200)];
@@ -241,12 +243,10 @@ mod tests {
 
     #[test]
     fn what_other_limits_have_paged_out_counts() {
-        let host = HostModel {
-            state: Pressure::Critical,
-            stalled: Pressure::Soft,
-            offload_room: Some(Bytes::mib(300)),
-            ..HostModel::default()
-        };
+        let (state, stalled) = (Pressure::Critical, Pressure::Soft);
+        let shown = Limit { state, stalled, ..Limit::default() };
+        let offload_room = Some(Bytes::mib(300));
+        let host = HostModel { shown, offload_room, ..HostModel::default() };
         let mut model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1), vm(2)] };
         let vms = vec![quiet_for(1, 200), quiet_for(2, 200)];
         let beyond_since = Some(Stamp(NOW.0 - PATIENCE_MS));

@@ -269,7 +269,8 @@ mod tests {
             ..VmModel::default()
         };
         let touch_us = Some(100);
-        let host = HostModel { state, known: true, touch_us, ..HostModel::default() };
+        let shown = Limit { state, ..Limit::default() };
+        let host = HostModel { shown, known: true, touch_us, ..HostModel::default() };
         let model = Model { at: Stamp(100_000), dt_ms: 1000, host, vms: vec![vm] };
         let vms = vec![VmMemory { id: ID, recycle: m, ..VmMemory::default() }];
         recycle(&model, &Memory { vms, ..Memory::default() }, &[]).pop()
@@ -429,7 +430,8 @@ mod tests {
                 standing: Standing::Ready,
                 ..VmModel::default()
             };
-            let host = HostModel { state: Pressure::Critical, ..HostModel::default() };
+            let shown = Limit { state: Pressure::Critical, ..Limit::default() };
+            let host = HostModel { shown, ..HostModel::default() };
             Model { at: Stamp(100_000), host, vms: vec![vm], ..Model::default() }
         };
         let memory =

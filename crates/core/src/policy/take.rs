@@ -82,7 +82,7 @@ pub(super) fn take(
     verdicts: &mut [Option<Verdict>],
 ) -> Vec<Bytes> {
     let deferred = missing.deferred;
-    let state = model.host.state.max(Pressure::Soft);
+    let state = model.host.shown.state.max(Pressure::Soft);
     let of = |vm: &VmModel| memory.of(vm.id);
     let inside = model.vms.iter().filter(|v| !v.outside);
     let arriving: Bytes = inside.map(|v| arriving(model, v, of(v))).sum();
@@ -134,8 +134,8 @@ pub(super) fn take(
         }
         let verdict = &mut verdicts[c.index];
         expected[c.index] = c.share.share(c.yields);
-        let shortage = model.host.shortage.max(missing.all);
-        let limit = model.host.limit().filter(|l| !l.is_host()).map(|l| l.name.clone());
+        let shortage = model.host.shown.shortage.max(missing.all);
+        let limit = Some(&model.host.shown).filter(|l| !l.is_host()).map(|l| l.name.clone());
         let waits = deferred.max(lacks.min(missing.all));
         // Those that wait below an inner limit still do.
         let (waits, idle) = match verdict {
@@ -189,7 +189,7 @@ fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
     };
     match missing {
         Bytes(0) => Bytes::ZERO,
-        _ => vms().map(uses).sum::<Bytes>() - model.host.headroom,
+        _ => vms().map(uses).sum::<Bytes>() - model.host.shown.headroom,
     }
 }
 
@@ -216,7 +216,7 @@ fn candidate(
     }
     // No guest waits for memory, or will: the order is not turned around for the host's reserve.
     let takes_no_cache = allot.cache_shortage == Bytes::ZERO;
-    let calm = !urgent && !late && (model.host.state <= Pressure::Soft || takes_no_cache);
+    let calm = !urgent && !late && (model.host.shown.state <= Pressure::Soft || takes_no_cache);
     let pause = if takes_no_cache { CALM_MS } else { SHORT_PAUSE_MS };
     let left = |t: Option<Stamp>, pause: u64| pause.checked_sub(model.at.since(t?));
     let left = left(m.last_give, pause).max(left(m.last_returned, CALM_MS));
@@ -243,7 +243,7 @@ fn candidate(
     let lately = m.last_give.is_some_and(|t| model.at.since(t) < SHORT_MS);
     let must = if lately && part.most.is_some() { must(g) } else { Bytes::ZERO };
     // Memory that the host cannot back does not keep the guest from harm.
-    let there = model.host.headroom + model.host.swap_left();
+    let there = model.host.shown.headroom + model.host.shown.swap_left;
     let must = must.min(vm.guest_held().unwrap_or(actual) + there);
     let idle = idle(model.at, base, part.keeps.max(must), g, m);
     if idle < Bytes::mib(4) {
@@ -279,7 +279,7 @@ pub(super) fn brings_nothing(model: &Model, vm: &VmModel, m: &VmMemory) -> Optio
     if vm.outside {
         return Some(format!(
             "it is outside of {}: shrinking it frees nothing there",
-            model.host.limit_name
+            model.host.shown.name
         ));
     }
     m.yields.barren_until.filter(|t| *t > model.at).map(|until| {
@@ -354,7 +354,7 @@ pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, rate: f64) -> Byte
     let since = m.last_take.map_or(u64::MAX, |t| model.at.since(t));
     // A late tick does not take more: what it saw is old.
     let ms = since.min(model.dt_ms.max(STEP_MS)).min(2000) as f64;
-    let scale = pace(m) * (1.0 + model.host.urgency) * vm.trust.level.clamp(0.1, 1.0);
+    let scale = pace(m) * (1.0 + model.host.shown.urgency) * vm.trust.level.clamp(0.1, 1.0);
     let share = (rate * scale * ms / 1000.0).min(0.5);
     let least = LEAST_STEP.share((ms / STEP_MS as f64).min(1.0));
     vm.ram.unwrap_or_default().share(share).max(least)
@@ -477,7 +477,7 @@ mod tests {
         let grows = VmModel { distress: "it grows".into(), ..vm(own, growth, highest) };
         let vms = vec![grows, vm(200 + held, 0, 0)];
         let mut model = Model { vms, ..Model::default() };
-        model.host.headroom = Bytes::mib(headroom);
+        model.host.shown.headroom = Bytes::mib(headroom);
         will_lack(&model, &Memory::default(), Bytes::mib(missing)).0 >> 20
     }
 

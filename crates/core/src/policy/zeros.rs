@@ -52,7 +52,7 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
         name: vm.name.clone(),
         read,
         ms,
-        split: ways.split.then(|| enough(model.host.state)),
+        split: ways.split.then(|| enough(model.host.shown.state)),
         swap,
         reason,
     };
@@ -65,18 +65,20 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
         .map(|vm| order(vm, held(vm), ASKED_MS, "the operator asked for its memory".into()))
         .collect();
     let busy = model.vms.iter().any(|vm| vm.tasks.zeros.as_ref().is_some_and(|z| z.busy));
-    if model.host.state >= Pressure::Soft && orders.is_empty() && !busy {
+    if model.host.shown.state >= Pressure::Soft && orders.is_empty() && !busy {
         let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
         let settings = model.host.merge.as_ref().map(|m| m.config.settings).unwrap_or_default();
-        let ms = (settings.share(model.host.state) * seconds * 1000.0) as u64;
+        let ms = (settings.share(model.host.shown.state) * seconds * 1000.0) as u64;
         orders.extend(next(model, memory, &able).map(|vm| {
-            let reason = format!("host {}", model.host.state);
+            let reason = format!("host {}", model.host.shown.state);
             order(vm, PIECE, ms.clamp(MS.0, MS.1), reason)
         }));
     }
     let words = match orders.len() {
         _ if busy => "under way".into(),
-        0 if model.host.state < Pressure::Soft => "only on a short host, or when asked for".into(),
+        0 if model.host.shown.state < Pressure::Soft => {
+            "only on a short host, or when asked for".into()
+        }
         0 => "no VM is due, or may be touched".into(),
         n => format!("{n} VMs looked through"),
     };
@@ -114,7 +116,6 @@ fn next<'a>(model: &Model, memory: &Memory, able: &[&'a VmModel]) -> Option<&'a 
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::model::HostModel;
     use crate::policy::merge::Candidates;
     use crate::sample::{
         AgentSample, HostSample, Link, Meminfo, MergeSample, ProcessMemory, RunState, Sample, VmId,
@@ -153,8 +154,9 @@ mod tests {
         let host = HostSample { zeros, memory: Some(memory), ..HostSample::default() };
         let sample = Sample { at: NOW, host, vms, ..Sample::default() };
         let config = Config::parse("f", config).unwrap();
-        let model = Model::new(&config, &sample, &Memory::default());
-        Model { dt_ms: 1000, host: HostModel { state, ..model.host }, ..model }
+        let mut model = Model::new(&config, &sample, &Memory::default());
+        model.host.shown.state = state;
+        Model { dt_ms: 1000, ..model }
     }
 
     fn ask(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<u32> {

@@ -125,7 +125,7 @@ fn moment(engine: &mut Engine, recorded: &Tick, name: &str) -> Option<Moment> {
         tick: recorded.number,
         actual: vm.actual,
         resident: vm.resident,
-        host: format!("{}: {}", model.host.state, model.host.why),
+        host: format!("{}: {}", model.host.shown.state, model.host.shown.why),
         guest: view::guest_words(vm),
         to: action.map(|a| a.to),
         rule: match (action, held) {

@@ -28,7 +28,7 @@ Decision(at: &Tick, a: &Action, model: &Model, decided: &DecidedByVm<'_>):
     action: ActionView = ActionView::new(a);
     reason: String = a.reason.to_string();
     /// The host as it was.
-    host: String = format!("{}: {}", model.host.state, model.host.why);
+    host: String = format!("{}: {}", model.host.shown.state, model.host.shown.why);
     /// The guest as it was.
     guest: String = model.vm(a.vm).map(guest_words).unwrap_or_default();
     /// `None`: QEMU took the order. In a dry run: `dry run`.

@@ -18,23 +18,23 @@ const NOW: Stamp = Stamp(1_000_000);
 
 /// A host that keeps 2 GiB, lacks so much of it or has so much beyond it.
 fn host(state: Pressure, shortage: u64, surplus: u64) -> HostModel {
-    HostModel {
+    let shown = Limit {
+        name: "host".into(),
         state,
         stalled: state,
         shortage: Bytes::mib(shortage),
         reserve: Bytes::gib(2),
         headroom: Bytes::gib(2) + Bytes::mib(surplus) - Bytes::mib(shortage),
-        known: true,
-        ..HostModel::default()
-    }
+        ..Limit::default()
+    };
+    HostModel { shown, known: true, ..HostModel::default() }
 }
 
 /// The same under one limit with 1 GiB of swap.
 fn limited(host: HostModel, headroom: u64, reserve: u64) -> HostModel {
     let (headroom, reserve) = (Bytes::mib(headroom), Bytes::mib(reserve));
-    let name = "host".to_string();
-    let limit = Limit { name, headroom, reserve, swap_left: Bytes::gib(1), ..Limit::default() };
-    HostModel { headroom, reserve, limits: vec![limit], ..host }
+    let shown = Limit { headroom, reserve, swap_left: Bytes::gib(1), ..host.shown };
+    HostModel { limits: vec![shown.clone()], shown, ..host }
 }
 
 /// A ready 1 GiB guest, all of it resident, floor 256 MiB.

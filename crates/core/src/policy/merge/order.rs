@@ -151,8 +151,8 @@ struct Out {
 pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan, MergeMemory)> {
     let host = model.host.merge.as_ref()?;
     let state = match lacks < LEAST {
-        true => model.host.state,
-        false => model.host.state.max(Pressure::Soft),
+        true => model.host.shown.state,
+        false => model.host.shown.state.max(Pressure::Soft),
     };
     let mut next = memory.merge;
     let mut plan = MergePlan::default();
@@ -360,7 +360,7 @@ impl Room<'_> {
         let host = &model.host;
         Room {
             model,
-            spare: host.headroom - host.promised - host.reserve,
+            spare: host.shown.headroom - host.shown.promised - host.shown.reserve,
             left: host.limits.iter().map(|limit| limit.headroom - MEANWHILE).collect(),
             counts: ksm.run == 1,
         }

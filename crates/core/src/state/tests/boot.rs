@@ -7,8 +7,11 @@ fn a_vm_that_starts_has_its_memory_promised_until_it_has_settled() {
     let mut memory = Memory::default();
     tick(&mut memory, &sample(1_000, vec![]));
     let model = tick(&mut memory, &sample(2_000, vec![vm(1024, 600, 300)]));
-    assert_eq!((only(&model).promised, model.host.promised), (Bytes::mib(724), Bytes::mib(724)));
-    assert!(model.host.why.contains("724 MiB set aside"), "{}", model.host.why);
+    assert_eq!(
+        (only(&model).promised, model.host.shown.promised),
+        (Bytes::mib(724), Bytes::mib(724))
+    );
+    assert!(model.host.shown.why.contains("724 MiB set aside"), "{}", model.host.shown.why);
     // It still grows after ten seconds; ten more without growth, and it has settled.
     for (at, resident, promised) in [(12_000, 600, 424), (17_000, 600, 424), (22_000, 605, 0)] {
         let model = tick(&mut memory, &sample(at, vec![vm(1024, 400, resident)]));
@@ -47,9 +50,9 @@ fn a_storm_of_starting_vms_makes_a_host_soft_and_not_worse() {
         ..vm(0, 0, 100)
     };
     let model = tick(&mut memory, &sample(2_000, (1..6).map(big).collect()));
-    assert_eq!(model.host.state, Pressure::Soft, "{}", model.host.why);
-    assert!(model.host.shortage > Bytes::mib(500));
-    assert_eq!(model.host.headroom, Bytes::gib(8), "nothing has happened yet");
+    assert_eq!(model.host.shown.state, Pressure::Soft, "{}", model.host.shown.why);
+    assert!(model.host.shown.shortage > Bytes::mib(500));
+    assert_eq!(model.host.shown.headroom, Bytes::gib(8), "nothing has happened yet");
 }
 
 #[test]

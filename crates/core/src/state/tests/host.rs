@@ -68,7 +68,7 @@ fn what_a_cgroup_notifies_counts_for_two_seconds_where_there_is_no_psi() {
         s.host.memory = Some(Meminfo { available: Bytes::gib(2), ..s.host.memory.unwrap() });
         s
     };
-    let state = |memory: &mut Memory, s| tick(memory, &s).host.state;
+    let state = |memory: &mut Memory, s| tick(memory, &s).host.shown.state;
     assert_eq!(state(&mut memory, at(1_000, 0, 0)), Pressure::Clear, "cache is reclaimed: normal");
     assert_eq!(state(&mut memory, at(2_000, 1, 0)), Pressure::Soft);
     assert_eq!(state(&mut memory, at(3_000, 1, 1)), Pressure::Hard);
@@ -87,7 +87,7 @@ fn urgency_rises_at_once_and_sinks_slowly() {
         s.host.psi = Some(Psi { some: line, full: PsiLine::default() });
         s
     };
-    let urgency = |memory: &mut Memory, s| tick(memory, &s).host.urgency;
+    let urgency = |memory: &mut Memory, s| tick(memory, &s).host.shown.urgency;
     assert_eq!(urgency(&mut memory, at(1_000, 40.0)), 0.75);
     let sinking = urgency(&mut memory, at(2_000, 0.0));
     assert!((0.6..0.75).contains(&sinking), "{sinking}");

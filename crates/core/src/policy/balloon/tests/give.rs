@@ -108,7 +108,7 @@ fn one_that_is_given_more_takes_what_it_had_before_too() {
         growing.guest.as_mut().unwrap().need = Bytes::mib(need);
         growing.guest.as_mut().unwrap().highest = Bytes::mib(800);
         let mut host = limited(host(Pressure::Soft, 0, 0), 300, 200);
-        host.limits[0].swap_left = Bytes::mib(swap);
+        host.shown.swap_left = Bytes::mib(swap);
         size(&decide(host, vec![growing], vec![])[0])
     };
     let given_at = |need, (resident, own, swap)| size_of(need, (resident, own, false, swap));
@@ -271,9 +271,7 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
             ..limit("/pool", 600, 1_000)
         };
         let full = HostModel {
-            limit_name: "/pool".into(),
-            headroom: Bytes::mib(600),
-            reserve: Bytes::mib(1000),
+            shown: pool.clone(),
             limits: vec![limit("host", machine, 2_000), pool],
             ..host(Pressure::Soft, 400, 0)
         };
@@ -299,8 +297,8 @@ fn one_that_has_nothing_left_does_not_wait_for_the_margin_of_another() {
         let rates = GuestRates { need: (rate << 20) as f64, ..GuestRates::default() };
         other.guest.as_mut().unwrap().rates = Some(rates);
         let mut host = limited(host(Pressure::Critical, 0, 0), 100, 200);
-        host.limits[0].swap_left = Bytes::ZERO;
-        host.outstanding = Bytes::mib(200);
+        host.shown.swap_left = Bytes::ZERO;
+        host.shown.outstanding = Bytes::mib(200);
         size(&decide(host, vec![poor, other], vec![])[0])
     };
     assert!(given(0) >= Some(464), "80 MiB but for the last tenth: {:?}", given(0));
@@ -319,8 +317,8 @@ fn swap_that_another_was_given_and_will_touch_is_given_to_nobody_else() {
         let rates = GuestRates { need: (rate << 20) as f64, ..GuestRates::default() };
         other.guest.as_mut().unwrap().rates = Some(rates);
         let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
-        host.limits[0].swap_left = Bytes::mib(540);
-        host.outstanding = Bytes::mib(500);
+        host.shown.swap_left = Bytes::mib(540);
+        host.shown.outstanding = Bytes::mib(500);
         size(&decide(host, vec![poor, other], vec![])[0])
     };
     assert!(given(0) >= Some(464), "the other needs nothing of it: {:?}", given(0));

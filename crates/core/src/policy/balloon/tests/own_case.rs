@@ -132,7 +132,7 @@ fn an_order_to_shrink_ends_where_the_guest_needs_what_it_has_though_nothing_can_
         let mut one = vm(1, 700, available);
         change(&mut one);
         let mut host = limited(host(Pressure::Critical, 2048, 0), 0, 2000);
-        host.limits[0].swap_left = Bytes::ZERO;
+        host.shown.swap_left = Bytes::ZERO;
         let model = Model { at: NOW, dt_ms: 500, host, vms: vec![one] };
         let memory = Memory { vms: vec![m], ..Memory::default() };
         let plan = crate::policy::decide(&model, &memory, &[]).plan;
@@ -174,7 +174,7 @@ fn an_order_to_shrink_below_its_need_ends_though_the_host_has_nothing_left() {
             BalloonOrder { to, moved_from, since: Stamp(NOW.0 - 1000), ..BalloonOrder::default() };
         let m = VmMemory { order: Some(order), ..remembered(1) };
         let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
-        host.limits[0].swap_left = Bytes::ZERO;
+        host.shown.swap_left = Bytes::ZERO;
         size(&decide(host, vec![short, vm(2, 600, 10)], vec![m])[0])
     };
     assert!(at(500) >= Some(562), "it needs 562 MiB by its last word: {:?}", at(500));

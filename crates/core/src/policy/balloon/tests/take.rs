@@ -3,6 +3,12 @@
 use super::*;
 use crate::state::{GuestRates, Left};
 
+fn without_swap(mut host: HostModel) -> HostModel {
+    host.limits.clear();
+    host.shown.swap_left = Bytes::ZERO;
+    host
+}
+
 #[test]
 fn who_brings_nothing_is_not_asked() {
     let pinned = VmModel { pinned: Some("a VFIO device pins it".into()), ..vm(1, 1024, 900) };
@@ -143,7 +149,7 @@ fn without_swap_margins_shrink_to_a_fifth_whatever_the_weight() {
     let left = |weight: f64, swap: u64| {
         let one = VmModel { weight, ..vm(1, 1024, 100) };
         let mut host = limited(host(Pressure::Critical, 0, 0), 0, 2048);
-        host.limits[0].swap_left = Bytes::mib(swap);
+        host.shown.swap_left = Bytes::mib(swap);
         100 - taken(&decide(host, vec![one], vec![]), 0)
     };
     assert_eq!((left(1.0, 1024), left(4.0, 1024)), (24, 51), "the host can swap");
@@ -157,7 +163,7 @@ fn cache_is_taken_below_three_quarters_of_the_reserve_and_free_memory_below_all_
         let mut one = vm(1, 1024, 700);
         one.guest.as_mut().unwrap().cache = Bytes::mib(500);
         let mut host = limited(host(Pressure::Hard, shortage, 0), 2048 - shortage, 2048);
-        host.limits[0].swap_left = Bytes::mib(swap);
+        host.shown.swap_left = Bytes::mib(swap);
         taken(&decide(host, vec![one], vec![]), 0)
     };
     assert_eq!(ask(480, 0), 200 - 60, "what is free, but for a margin");
@@ -176,8 +182,7 @@ fn free_memory_is_taken_before_guests_that_keep_their_cache_grow_to_their_peaks(
             VmModel { resident: Some(Bytes::mib(500)), ..one }
         };
         let m = |pid| VmMemory { recent: needed(peak, 100_000), ..remembered(pid) };
-        let host = limited(host(Pressure::Clear, 0, 52), 2100, 2048);
-        let host = HostModel { limits: Vec::new(), ..host };
+        let host = without_swap(limited(host(Pressure::Clear, 0, 52), 2100, 2048));
         let v = decide(host, vec![one(1), one(2), vm(3, 1024, 900)], vec![m(1), m(2)]);
         taken(&v, 2)
     };
@@ -193,8 +198,7 @@ fn beside_one_that_grows(cache: u64, rate: u64, last_give: Option<Stamp>) -> Vec
     let mut grows = VmModel { resident: Some(Bytes::mib(300)), ..vm(2, 1024, 800) };
     let rates = GuestRates { need: (rate << 20) as f64, ..GuestRates::default() };
     grows.guest.as_mut().unwrap().rates = Some(rates);
-    let host = limited(host(Pressure::Clear, 0, 0), 500, 400);
-    let host = HostModel { limits: Vec::new(), ..host };
+    let host = without_swap(limited(host(Pressure::Clear, 0, 0), 500, 400));
     decide(host, vec![idle, grows], vec![VmMemory { last_give, ..remembered(1) }])
 }
 
@@ -226,7 +230,7 @@ fn where_one_starves_one_that_lives_gives_what_it_has_beyond_its_part() {
         let mut lives = vm(2, 600, 150);
         lives.distress = "it reads again what it had dropped".into();
         let mut host = limited(host(Pressure::Critical, 0, 0), 20, 200);
-        host.limits[0].swap_left = Bytes::ZERO;
+        host.shown.swap_left = Bytes::ZERO;
         size(&decide(host, vec![starves, lives], vec![])[1])
     };
     assert!(asked(5).is_some_and(|to| (450..600).contains(&to)), "{:?}", asked(5));
@@ -239,7 +243,7 @@ fn in_distress(available: u64, (headroom, swap): (u64, u64), other: u64) -> Opti
     let mut short = vm(1, 600, available);
     short.distress = format!("{available} MiB available");
     let mut host = limited(host(Pressure::Critical, 0, 0), headroom, 200);
-    host.limits[0].swap_left = Bytes::mib(swap);
+    host.shown.swap_left = Bytes::mib(swap);
     size(&decide(host, vec![short, vm(2, 600, other)], vec![])[0])
 }
 
@@ -384,8 +388,8 @@ fn guests_stay_at_their_peaks_where_all_fit_though_margins_and_reserve_do_not() 
 fn what_others_than_vms_used_lately_counts_as_a_guests_peak_does() {
     let ask = |peak: u64| {
         let (one, m) = at_its_peak(1, 300_000);
-        let host = limited(host(Pressure::Critical, 0, 0), 500, 2000);
-        let host = HostModel { capacity: Bytes::mib(500 + 700 + 100), ..host };
+        let mut host = limited(host(Pressure::Critical, 0, 0), 500, 2000);
+        host.shown.capacity = Bytes::mib(500 + 700 + 100);
         let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![one] };
         let memory = Memory { vms: vec![m], others: needed(peak, 60_000), ..Memory::default() };
         taken(&balloon(&model, &memory, &[], &[]).verdicts, 0)
@@ -399,7 +403,7 @@ fn where_not_even_margins_fit_all_have_less_of_them() {
     let mut short = vm(1, 500, 10);
     short.distress = "short".into();
     let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
-    host.limits[0].swap_left = Bytes::ZERO;
+    host.shown.swap_left = Bytes::ZERO;
     // Each of the others has its margin and no more.
     let vms = (2..8).map(|pid| vm(pid, 500, 60));
     let v = decide(host, std::iter::once(short).chain(vms).collect(), vec![]);
@@ -416,7 +420,7 @@ fn a_guest_whose_need_grows_keeps_what_it_will_need_in_a_moment() {
         grows.guest.as_mut().unwrap().rates = Some(rates);
         // What the host keeps at least is what the guest can do without.
         let mut host = limited(host(Pressure::Critical, 0, 0), 0, reserve);
-        host.limits[0].swap_left = Bytes::ZERO;
+        host.shown.swap_left = Bytes::ZERO;
         size(&decide(host, vec![grows], vec![])[0])
     };
     // Sizes are whole MiB, and rounded up.
