@@ -1,9 +1,9 @@
 //! Mechanisms: their stages; and for each one that works beside the loop its order, the result of
 //! its orders, and the words for both.
 //!
-//! A new mechanism needs two structs with their words, and an entry in the table at the end. Plans,
-//! samples, records, the log and the commands then have it, and it is remembered when it was last
-//! ordered. A policy in `policy/` decides when it is ordered; a file in `act/` of `ebb-host`
+//! A new mechanism needs two structs, and an entry in the table at the end with the words for both.
+//! Plans, samples, records, the log and the commands then have it, and it is remembered when it was
+//! last ordered. A policy in `policy/` decides when it is ordered; a file in `act/` of `ebb-host`
 //! carries the order out.
 
 use std::fmt;
@@ -59,12 +59,6 @@ pub struct OffloadOrder {
     pub reason: String,
 }
 
-impl OffloadOrder {
-    fn what(&self) -> String {
-        format!("page out {}", self.bytes)
-    }
-}
-
 /// Cold memory of a VM that was sent to the host's swap on order, since the
 /// daemon's start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,12 +70,6 @@ pub struct OffloadSample {
     pub error: Option<String>,
 }
 
-impl OffloadSample {
-    fn words(&self) -> String {
-        format!("{} on order", self.paged_out)
-    }
-}
-
 /// Splits those huge pages of one VM of which a balloon took a part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PartialThpOrder {
@@ -90,12 +78,6 @@ pub struct PartialThpOrder {
     /// The longest that this may take, milliseconds. It begins where the last order ended.
     pub ms: u64,
     pub reason: String,
-}
-
-impl PartialThpOrder {
-    fn what(&self) -> String {
-        "split partially mapped huge pages".into()
-    }
 }
 
 /// Huge pages of a VM that a balloon left partially mapped and that were split, since the daemon's
@@ -111,12 +93,6 @@ pub struct PartialThpSample {
     pub busy: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-}
-
-impl PartialThpSample {
-    fn words(&self) -> String {
-        format!("{} partially mapped huge pages split, {} freed", self.split, self.freed)
-    }
 }
 
 /// Scans one VM for zero pages and frees them.
@@ -135,12 +111,6 @@ pub struct ZeroOrder {
     pub reason: String,
 }
 
-impl ZeroOrder {
-    fn what(&self) -> String {
-        format!("look for zeros in {}", self.read)
-    }
-}
-
 /// Zero pages of a VM that were freed without help of its guest, since the
 /// daemon's start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -155,12 +125,6 @@ pub struct ZeroSample {
     pub busy: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-}
-
-impl ZeroSample {
-    fn words(&self) -> String {
-        format!("{} freed, {} scanned", self.freed, self.read)
-    }
 }
 
 /// An order about one VM that is carried out beside the loop.
@@ -204,13 +168,14 @@ pub struct LastOrder {
 }
 
 /// The table of mechanisms. Each has the key under which plans and samples have it, its two
-/// structs, whether it takes memory, whether its orders are always logged, and its title in
-/// `ebb explain`.
+/// structs, whether it takes memory, whether its orders are always logged, its title in
+/// `ebb explain`, and the words for an order and for what its orders have done.
 macro_rules! tasks {
     ($(
         $(#[$meta:meta])*
         $key:ident: $order:ident => $sample:ident,
-            takes $takes:literal, always_logged $logged:literal, $title:literal;
+            takes $takes:literal, always_logged $logged:literal, $title:literal,
+            $what:expr, $words:expr;
     )*) => {
         /// What is begun beside the loop, by mechanism.
         #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -247,8 +212,9 @@ macro_rules! tasks {
             /// All of them.
             pub fn each(&self) -> Vec<Line<'_>> {
                 let mut lines = Vec::new();
-                $(lines.extend(self.$key.iter().map(|o| Line {
-                    vm: o.vm, name: &o.name, what: o.what(), reason: &o.reason,
+                $(let what: fn(&$order) -> String = $what;
+                lines.extend(self.$key.iter().map(|o| Line {
+                    vm: o.vm, name: &o.name, what: what(o), reason: &o.reason,
                     always_logged: $logged, slot: |ordered| &mut ordered.$key,
                 }));)*
                 lines
@@ -269,9 +235,10 @@ macro_rules! tasks {
             /// Titles and words.
             pub fn lines(&self) -> Vec<(&'static str, String)> {
                 let mut lines = Vec::new();
-                $(lines.extend(self.$key.as_ref().map(|sample| {
+                $(let words: fn(&$sample) -> String = $words;
+                lines.extend(self.$key.as_ref().map(|sample| {
                     let error = sample.error.as_ref().map_or(String::new(), |e| format!("; {e}"));
-                    ($title, sample.words() + &error)
+                    ($title, words(sample) + &error)
                 }));)*
                 lines
             }
@@ -280,10 +247,15 @@ macro_rules! tasks {
 }
 
 tasks! {
-    offload: OffloadOrder => OffloadSample, takes true, always_logged true, "paged out";
+    offload: OffloadOrder => OffloadSample, takes true, always_logged true, "paged out",
+        |o| format!("page out {}", o.bytes), |s| format!("{} on order", s.paged_out);
     #[serde(alias = "torn")]
-    partial_thp: PartialThpOrder => PartialThpSample, takes false, always_logged false, "huge";
-    zeros: ZeroOrder => ZeroSample, takes true, always_logged false, "zeros";
+    partial_thp: PartialThpOrder => PartialThpSample, takes false, always_logged false, "huge",
+        |_| "split partially mapped huge pages".into(),
+        |s| format!("{} partially mapped huge pages split, {} freed", s.split, s.freed);
+    zeros: ZeroOrder => ZeroSample, takes true, always_logged false, "zeros",
+        |o| format!("look for zeros in {}", o.read),
+        |s| format!("{} freed, {} scanned", s.freed, s.read);
 }
 
 #[cfg(test)]
