@@ -362,14 +362,13 @@ impl Memory {
     fn see_limits(&mut self, model: &Model) {
         let one = |limit: &Limit| {
             let below = || model.vms.iter().filter(|v| v.is_below(limit));
-            let known = below().all(|v| v.resident.is_some());
             let vms: Vec<VmId> = below().map(|v| v.id).collect();
             let was = self.limits.iter().find(|l| l.name == limit.name);
             let mut others = was.map(|l| l.others.clone()).unwrap_or_default();
             let new = below().filter(|v| was.is_some_and(|l| !l.vms.contains(&v.id)));
             others.lower(model.at, FOUND_MS, new.filter_map(|v| v.resident).sum());
-            if known && was.is_some_and(|l| l.vms == vms) {
-                let held: Bytes = below().filter_map(|v| v.resident).sum();
+            let held: Option<Bytes> = below().map(|v| v.resident).sum();
+            if let Some(held) = held.filter(|_| was.is_some_and(|l| l.vms == vms)) {
                 others.see(model.at, (limit.capacity - limit.headroom) - held);
             }
             let (name, state, urgency) = (limit.name.clone(), limit.state, limit.urgency);

@@ -5,7 +5,6 @@
 //! said of one VM counts more than what is said of all.
 
 use std::borrow::Cow;
-use std::fmt::Write;
 
 use serde::{Deserialize, Serialize};
 
@@ -109,16 +108,11 @@ impl Overrides {
 
     /// What counts of it beside a section that sets these, in words.
     fn words(&self, section: &Overrides) -> String {
-        let (mut counts, mut others) = (String::new(), String::new());
-        let mut add = |key: &str, value: Option<String>, is_set: bool| {
-            let Some(value) = value else { return };
-            let to = if is_set { &mut others } else { &mut counts };
-            let comma = if to.is_empty() { "" } else { ", " };
-            let _ = if is_set {
-                write!(to, "{comma}{key}")
-            } else {
-                write!(to, "{comma}{key} {value}")
-            };
+        let (mut counts, mut others) = (Vec::new(), Vec::new());
+        let mut add = |key: &str, value: Option<String>, is_set: bool| match value {
+            None => {}
+            Some(_) if is_set => others.push(key.to_owned()),
+            Some(value) => counts.push(format!("{key} {value}")),
         };
         let yes = |b: bool| if b { "yes" } else { "no" }.to_owned();
         add("manage", self.manage.map(yes), section.manage.is_some());
@@ -130,6 +124,7 @@ impl Overrides {
         add("zeros", self.zeros.map(yes), section.zeros.is_some());
         let agent = self.agent.map(|its| read::word(its).to_owned());
         add("agent", agent, section.agent.is_some());
+        let (counts, others) = (counts.join(", "), others.join(", "));
         match (counts.is_empty(), others.is_empty()) {
             (_, true) => counts,
             (true, false) => format!("none: its section of ebb.toml sets {others}"),

@@ -184,11 +184,7 @@ impl VmModel {
             managed: is_managed(config, settings, vm),
             by_metadata: config.metadata_words(vm),
             // The configuration's reader refuses others; a record may hold any.
-            weight: if settings.weight > 0.0 && settings.weight.is_finite() {
-                settings.weight
-            } else {
-                1.0
-            },
+            weight: Some(settings.weight).filter(|w| *w > 0.0 && w.is_finite()).unwrap_or(1.0),
             group: settings.group.clone(),
             pinned: vm.pinned.clone(),
             cgroup: vm.cgroup.clone(),

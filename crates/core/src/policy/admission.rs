@@ -264,13 +264,9 @@ pub fn last_resort(model: &Model, missing: Bytes) -> Vec<LastResort> {
     if model.host.shown.state < Pressure::Critical || missing < Bytes::mib(1) {
         return Vec::new();
     }
-    let mut vms: Vec<&VmModel> = model
-        .vms
-        .iter()
-        .filter(|v| {
-            !v.outside && !v.paused && !matches!(v.standing, Standing::Off(_) | Standing::Unknown)
-        })
-        .collect();
+    let lives = |v: &&VmModel| matches!(v.standing, Standing::Ready | Standing::GiveOnly(_));
+    let runs = |v: &&VmModel| !v.outside && !v.paused && lives(v);
+    let mut vms: Vec<&VmModel> = model.vms.iter().filter(runs).collect();
     let size = |v: &VmModel| v.resident.unwrap_or_default();
     vms.sort_by(|a, b| {
         a.weight.total_cmp(&b.weight).then(size(b).cmp(&size(a))).then(a.id.cmp(&b.id))

@@ -71,7 +71,7 @@ pub struct Grant {
 }
 
 /// What there is to give to some guests.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Fund {
     /// What can be had without harm; `None`: not known.
     pub headroom: Option<Bytes>,
@@ -98,10 +98,8 @@ impl Fund {
             headroom: (!host.limits.is_empty()).then_some(limit.headroom),
             swap_left: limit.swap_left,
             reserve: limit.reserve,
-            outstanding: Bytes::ZERO,
-            spoken_for: Bytes::ZERO,
-            keep: Bytes::ZERO,
             calm: limit.state <= Pressure::Soft,
+            ..Fund::default()
         }
     }
 }

@@ -67,17 +67,13 @@ pub fn offload(
     }
     let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
     let mut left = missing.min(room).min(pace.share(seconds) - before);
-    let mut cold: Vec<(u64, &VmModel, Bytes)> = model
-        .vms
-        .iter()
-        .zip(ordered)
-        .filter(|(_, ordered)| **ordered == Bytes::ZERO)
-        .filter_map(|(vm, _)| {
-            let m = memory.vm(vm.id)?;
-            let quiet_ms = coldness(model, vm, m)?;
-            Some((quiet_ms, vm, spare(vm).min(vm.swap_left.unwrap_or(room))))
-        })
-        .collect();
+    let is_new = |(_, ordered): &(&VmModel, &Bytes)| **ordered == Bytes::ZERO;
+    let mut cold = Vec::new();
+    for (vm, _) in model.vms.iter().zip(ordered).filter(is_new) {
+        if let Some(quiet_ms) = memory.vm(vm.id).and_then(|m| coldness(model, vm, m)) {
+            cold.push((quiet_ms, vm, spare(vm).min(vm.swap_left.unwrap_or(room))));
+        }
+    }
     cold.sort_by_key(|(quiet, vm, _)| (u64::MAX - quiet, vm.id));
     let mut orders = Vec::new();
     for (quiet_ms, vm, spare) in cold {

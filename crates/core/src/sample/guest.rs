@@ -127,12 +127,11 @@ impl GuestStats {
             swap_in: pages(f.swap_in),
             swap_out: pages(f.swap_out),
             major_faults: Some(f.major_fault),
-            minor_faults: None,
             oom_kills: Some(f.oom_kill),
             alloc_stalls: Some(f.alloc_stall),
             direct_reclaim: Some(f.scan_direct),
-            is_windows: false,
             refaults: Some(f.refault_anon.saturating_add(f.refault_file)),
+            ..GuestStats::default()
         }
     }
 }

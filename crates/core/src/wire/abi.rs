@@ -219,17 +219,16 @@ impl Header {
         let order = u32_at(bytes, 68);
         let pfn_limit = u64_at(bytes, 72);
         // Later versions of the module may append; less is not version 1.
-        if (u32_at(bytes, 20) as usize) < HEADER_BYTES || u32_at(bytes, 20) as u64 > PAGE {
-            return Err(Bad::Field("size"));
-        }
-        if u32_at(bytes, 64) != 12 {
-            return Err(Bad::Field("page size"));
-        }
-        if order > 10 {
-            return Err(Bad::Field("order"));
-        }
-        if pfn_limit == 0 || pfn_limit > u64::from(MAP_PAGES_MAX) * MAP_PFNS {
-            return Err(Bad::Field("pfn limit"));
+        let size = u32_at(bytes, 20) as usize;
+        for (good, field) in [
+            ((HEADER_BYTES..=PAGE as usize).contains(&size), "size"),
+            (u32_at(bytes, 64) == 12, "page size"),
+            (order <= 10, "order"),
+            ((1..=u64::from(MAP_PAGES_MAX) * MAP_PFNS).contains(&pfn_limit), "pfn limit"),
+        ] {
+            if !good {
+                return Err(Bad::Field(field));
+            }
         }
         let text = bytes[88..112].iter().take_while(|b| b.is_ascii_graphic());
         Ok(Header {

@@ -56,25 +56,21 @@ pub struct Given {
 
 /// A size that another than Ebb has raised, as it seems, until the guest says what it had left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Raised {
     /// When it last moved.
     pub at: Stamp,
     /// The size before.
     pub from: Bytes,
     /// The size that it came to. What it has beyond that, Ebb gave.
-    #[serde(default)]
     pub to: Bytes,
     /// What the host held of the VM before, also in swap.
-    #[serde(default)]
     pub held: Bytes,
     /// The most that the host has held beyond that since.
-    #[serde(default)]
     pub touched: Bytes,
     /// It is left alone for that.
-    #[serde(default)]
     pub alone: bool,
     /// The guest's page cache by its word then.
-    #[serde(default)]
     pub caches: Bytes,
 }
 

@@ -86,10 +86,9 @@ impl VmMemory {
         if let Some(was) = self.footprint.replace(now) {
             // What is plugged in or out moves the size, and the balloon not.
             let plugged = was.ram.is_some_and(|was| ram.is_some_and(|ram| ram != was));
-            let (inflated, deflated) = match (was.actual, now.actual) {
-                (Some(w), Some(n)) if !plugged => (w - n, n - w),
-                _ => (Bytes::ZERO, Bytes::ZERO),
-            };
+            let moved = was.actual.zip(now.actual).filter(|_| !plugged);
+            let moved = moved.map(|(was, now)| (was - now, now - was));
+            let (inflated, deflated) = moved.unwrap_or_default();
             self.inflated += inflated;
             self.returned.given_back += deflated;
             // Only what was resident can come; by orders of others nothing is judged.

@@ -102,15 +102,12 @@ impl VmMemory {
     /// balloon's statistics.
     fn heard(&self, at: Stamp, vm: &VmSample) -> Option<GuestStats> {
         let stats = vm.guest_stats();
-        let Some((changed, _)) = self.facts.filter(|(t, _)| at.since(*t) < FACTS_LIFE_MS) else {
-            return stats;
-        };
-        let facts = vm.agent.as_ref().and_then(|a| a.facts).as_ref().map(|f| {
-            // The wall clock matters only to tell a new kernel's words from the old's.
-            let updated_s = stats.map_or(0, |s| s.updated_s);
-            GuestStats::from_facts(f, updated_s, at.since(changed))
-        });
-        facts.or(stats)
+        let moved = self.facts.filter(|(t, _)| at.since(*t) < FACTS_LIFE_MS);
+        let facts = moved.zip(vm.agent.as_ref().and_then(|a| a.facts));
+        // The wall clock matters only to tell a new kernel's words from the old's.
+        let updated_s = stats.map_or(0, |s| s.updated_s);
+        let from = |((t, _), f)| GuestStats::from_facts(&f, updated_s, at.since(t));
+        facts.map(from).or(stats)
     }
 
     /// Counts contradictions; two in a row, and the guest is not asked. What its own
