@@ -77,9 +77,9 @@ struct RawHost {
     offload: Option<bool>,
     sockets: Option<Spanned<String>>,
     libvirt: Option<bool>,
-    users: Option<Vec<Spanned<RawUser>>>,
-    programs: Option<Vec<Spanned<String>>>,
-    containers: Option<bool>,
+    users: Vec<Spanned<RawUser>>,
+    programs: Vec<Spanned<String>>,
+    containers: bool,
 }
 
 #[derive(Deserialize, Default)]
@@ -87,14 +87,14 @@ struct RawHost {
 struct RawMerge {
     mode: Option<Spanned<String>>,
     group: Option<String>,
-    across_groups: Option<bool>,
+    across_groups: bool,
     cpu: Option<Spanned<String>>,
     cpu_clear: Option<Spanned<String>>,
     floor: Option<Spanned<Bytes>>,
     scan: Option<Spanned<String>>,
-    advisor: Option<bool>,
-    hold_khugepaged: Option<bool>,
-    zeros: Option<bool>,
+    advisor: bool,
+    hold_khugepaged: bool,
+    zeros: bool,
 }
 
 #[derive(Deserialize, Default)]
@@ -330,55 +330,57 @@ impl Checker<'_> {
         raw.map(|raw| self.one(field, raw, parse)).transpose()
     }
 
+    /// The same in place of its default.
+    fn set<T, U>(
+        &self,
+        to: &mut U,
+        field: &str,
+        raw: Option<Spanned<T>>,
+        parse: impl FnOnce(T) -> Result<U, String>,
+    ) -> Result<(), ConfigError> {
+        if let Some(said) = self.read(field, raw, parse)? {
+            *to = said;
+        }
+        Ok(())
+    }
+
     fn config(&self, raw: RawConfig) -> Result<Config, ConfigError> {
-        let base = Config::default();
+        let mut c = Config::default();
         let (daemon, host) = (raw.daemon, raw.host);
         let tick = |text: String| duration(&text, TICK);
-        let tick_ms = self.read("daemon.tick", daemon.tick, tick)?.unwrap_or(base.tick_ms);
-        let fast_tick_ms = self.read("daemon.fast_tick", daemon.fast_tick, tick)?;
-        let fast_tick_ms = fast_tick_ms.unwrap_or(base.fast_tick_ms.min(tick_ms));
-        if fast_tick_ms > tick_ms {
-            let message = format!("{fast_tick_ms} ms is longer than daemon.tick ({tick_ms} ms)");
+        self.set(&mut c.tick_ms, "daemon.tick", daemon.tick, tick)?;
+        c.fast_tick_ms = c.fast_tick_ms.min(c.tick_ms);
+        self.set(&mut c.fast_tick_ms, "daemon.fast_tick", daemon.fast_tick, tick)?;
+        if c.fast_tick_ms > c.tick_ms {
+            let (fast, tick) = (c.fast_tick_ms, c.tick_ms);
+            let message = format!("{fast} ms is longer than daemon.tick ({tick} ms)");
             return Err(self.fail(None, "daemon.fast_tick", message));
         }
-        let reserve = self.read("host.reserve", host.reserve, has_unit)?;
-        let mut defaults = self.vm(DEFAULTS, raw.defaults, &base.defaults)?;
-        let mut vms = BTreeMap::new();
+        c.reserve = self.read("host.reserve", host.reserve, has_unit)?;
+        c.defaults = self.vm(DEFAULTS, raw.defaults, &c.defaults)?;
         for (name, section) in raw.vm {
-            let settings = self.vm(&format!("vm.{}", name.get_ref()), section, &defaults)?;
-            vms.insert(self.vm_name(name, &vms)?, settings);
+            let settings = self.vm(&format!("vm.{}", name.get_ref()), section, &c.defaults)?;
+            c.vms.insert(self.vm_name(name, &c.vms)?, settings);
         }
-        let listed_only = self.read("host.vms", host.vms, |word| one_of(&word, [ALL, LISTED]))?;
-        let listed_only = listed_only.unwrap_or(false);
-        if listed_only {
+        self.set(&mut c.listed_only, "host.vms", host.vms, |word| one_of(&word, [ALL, LISTED]))?;
+        if c.listed_only {
             // A VM without a section that is still owed memory is given it back.
-            (defaults.manage, defaults.own.manage) = (false, Some(false));
+            (c.defaults.manage, c.defaults.own.manage) = (false, Some(false));
         }
+        self.set(&mut c.socket, "daemon.socket", daemon.socket, path)?;
+        c.listen = self.read("daemon.listen", daemon.listen, listen)?;
+        self.set(&mut c.state_file, "daemon.state_file", daemon.state_file, state_file)?;
+        c.pool = self.read("host.cgroup", host.cgroup, path)?;
+        self.set(&mut c.sockets, "host.sockets", host.sockets, |word| one_of(&word, SOCKETS))?;
+        c.libvirt = host.libvirt.unwrap_or(c.libvirt);
         let user = |raw| self.one("host.users", raw, user);
+        c.users = host.users.into_iter().map(user).collect::<Result<_, _>>()?;
         let program = |raw| self.one("host.programs", raw, path);
-        Ok(Config {
-            tick_ms,
-            fast_tick_ms,
-            socket: self.read("daemon.socket", daemon.socket, path)?.unwrap_or(base.socket),
-            listen: self.read("daemon.listen", daemon.listen, listen)?,
-            state_file: self
-                .read("daemon.state_file", daemon.state_file, state_file)?
-                .unwrap_or(base.state_file),
-            reserve,
-            pool: self.read("host.cgroup", host.cgroup, path)?,
-            listed_only,
-            sockets: self
-                .read("host.sockets", host.sockets, |word| one_of(&word, SOCKETS))?
-                .unwrap_or_default(),
-            libvirt: host.libvirt.unwrap_or(base.libvirt),
-            users: host.users.into_iter().flatten().map(user).collect::<Result<_, _>>()?,
-            programs: host.programs.into_iter().flatten().map(program).collect::<Result<_, _>>()?,
-            containers: host.containers.unwrap_or(base.containers),
-            offload: host.offload,
-            merge: self.merge(raw.merge, base.merge)?,
-            defaults,
-            vms,
-        })
+        c.programs = host.programs.into_iter().map(program).collect::<Result<_, _>>()?;
+        c.containers = host.containers;
+        c.offload = host.offload;
+        self.merge(raw.merge, &mut c.merge)?;
+        Ok(c)
     }
 
     fn vm(&self, at: &str, mut raw: RawVm, base: &VmSettings) -> Result<VmSettings, ConfigError> {
@@ -428,28 +430,17 @@ impl Checker<'_> {
         Ok(settings)
     }
 
-    fn merge(&self, raw: RawMerge, base: MergeConfig) -> Result<MergeConfig, ConfigError> {
-        let Settings { cores, clear_cores, floor } = base.settings;
-        let floor = self.read("merge.floor", raw.floor, has_unit)?.unwrap_or(floor);
-        let cpu = self.read("merge.cpu", raw.cpu, |said| share(&said, 1.0))?;
-        let cpu_clear = self.read("merge.cpu_clear", raw.cpu_clear, |said| share(&said, 0.1))?;
-        let settings = Settings {
-            cores: cpu.unwrap_or(cores),
-            clear_cores: cpu_clear.unwrap_or(clear_cores),
-            floor,
-        };
-        let mode = self.read("merge.mode", raw.mode, |word| one_of(&word, MERGE))?;
-        let scan_ms = self.read("merge.scan", raw.scan, |text| duration(&text, SCAN))?;
-        Ok(MergeConfig {
-            mode: mode.unwrap_or(base.mode),
-            group: raw.group.or(base.group),
-            across_groups: raw.across_groups.unwrap_or(base.across_groups),
-            settings,
-            scan_ms: scan_ms.unwrap_or(base.scan_ms),
-            advisor: raw.advisor.unwrap_or(base.advisor),
-            hold_khugepaged: raw.hold_khugepaged.unwrap_or(base.hold_khugepaged),
-            zeros: raw.zeros.unwrap_or(base.zeros),
-        })
+    fn merge(&self, raw: RawMerge, c: &mut MergeConfig) -> Result<(), ConfigError> {
+        let clear_cores = |said: String| share(&said, 0.1);
+        self.set(&mut c.settings.floor, "merge.floor", raw.floor, has_unit)?;
+        self.set(&mut c.settings.cores, "merge.cpu", raw.cpu, |said| share(&said, 1.0))?;
+        self.set(&mut c.settings.clear_cores, "merge.cpu_clear", raw.cpu_clear, clear_cores)?;
+        self.set(&mut c.mode, "merge.mode", raw.mode, |word| one_of(&word, MERGE))?;
+        self.set(&mut c.scan_ms, "merge.scan", raw.scan, |text| duration(&text, SCAN))?;
+        (c.group, c.across_groups) = (raw.group, raw.across_groups);
+        (c.advisor, c.hold_khugepaged) = (raw.advisor, raw.hold_khugepaged);
+        c.zeros = raw.zeros;
+        Ok(())
     }
 
     fn identity(&self, at: &str, raw: &mut RawVm) -> Result<Identity, ConfigError> {
