@@ -240,37 +240,26 @@ pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
         return format!("{} available, below its mark of {}", g.available, g.short_mark);
     }
     let Some(r) = g.rates else { return String::new() };
-    if r.oom_kills > 0 {
-        return format!("{} processes killed for lack of memory", r.oom_kills);
-    }
-    if g.need + g.available < g.soon() + g.short_mark {
-        return format!("{} available, need grows by {}/s", g.available, Bytes(r.need as u64));
-    }
     // Programs that start and files that are read page in as well. It is short where what is
     // left beyond its need, and beyond the cache that it reads again and again, is little.
-    if g.idle >= g.buffer {
-        return String::new();
-    }
-    if r.swap_in >= SWAP_MARK {
-        return format!("swapping in {}/s", Bytes(r.swap_in as u64));
-    }
-    if r.swap_out >= SWAP_MARK && !inflating {
-        return format!("swapping out {}/s", Bytes(r.swap_out as u64));
-    }
-    if r.refaults >= REFAULTS_MARK {
-        return format!("reads again {}/s that it had dropped", pages(r.refaults));
-    }
-    if r.major_faults >= MAJOR_FAULTS_MARK {
-        return format!("{:.0} major faults a second", r.major_faults);
-    }
-    if r.alloc_stalls >= 1.0 && !inflating {
-        return format!("{:.0} allocation stalls a second", r.alloc_stalls);
-    }
-    String::new()
-}
-
-fn pages(n: f64) -> Bytes {
-    Bytes((n * PAGE as f64) as u64)
+    let tight = g.idle < g.buffer;
+    let rate = |is: bool, rate: f64| is.then_some(Bytes(rate as u64));
+    let grows = g.need + g.available < g.soon() + g.short_mark;
+    let reread = r.refaults * PAGE as f64;
+    let signs = [
+        (r.oom_kills > 0).then(|| format!("{} processes killed for lack of memory", r.oom_kills)),
+        rate(grows, r.need).map(|b| format!("{} available, need grows by {b}/s", g.available)),
+        rate(tight && r.swap_in >= SWAP_MARK, r.swap_in).map(|b| format!("swapping in {b}/s")),
+        rate(tight && r.swap_out >= SWAP_MARK && !inflating, r.swap_out)
+            .map(|b| format!("swapping out {b}/s")),
+        rate(tight && r.refaults >= REFAULTS_MARK, reread)
+            .map(|b| format!("reads again {b}/s that it had dropped")),
+        (tight && r.major_faults >= MAJOR_FAULTS_MARK)
+            .then(|| format!("{:.0} major faults a second", r.major_faults)),
+        (tight && r.alloc_stalls >= 1.0 && !inflating)
+            .then(|| format!("{:.0} allocation stalls a second", r.alloc_stalls)),
+    ];
+    signs.into_iter().flatten().next().unwrap_or_default()
 }
 
 #[cfg(test)]

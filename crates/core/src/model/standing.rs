@@ -85,9 +85,6 @@ pub(super) fn standing(
 ) -> Standing {
     let off = |why: &str| Standing::Off(why.to_string());
     let give_only = |why: String| Standing::GiveOnly(why);
-    let seconds_to = |until: Option<Stamp>| {
-        until.map(|until| until.since(at).div_ceil(1000)).filter(|left| *left > 0)
-    };
     if let Some(why) = left_alone {
         return Standing::Off(why);
     }
@@ -120,47 +117,38 @@ pub(super) fn standing(
         Some(RunState::Paused) => return give_only("it is paused: its guest cannot shrink".into()),
         None => return off("its run state is not known"),
     }
-    // What is given late does no harm; what is taken late does.
-    if let Link::Slow(why) = &vm.link {
-        return give_only(format!("QEMU is slow to answer: {why}"));
-    }
-    if vm.ram.is_none() {
-        return give_only("what RAM it has is not known: nor is what it would be owed".into());
-    }
-    if m.reboot.is_some() {
-        return give_only("it rebooted: its size is not known yet".into());
-    }
-    if let Some(left) = seconds_to(m.settle_until) {
-        return give_only(format!("it rebooted: left alone for {left} s more"));
-    }
-    if model.guest.is_some() && model.trust.level <= 0.0 {
-        return give_only(format!("its numbers are not believed: {}", model.trust.why));
-    }
-    if m.ledger.suspect {
-        return give_only("its size has changed, not by Ebb's order".into());
-    }
-    if let Some(left) = m.ledger.left_ms(at) {
-        return give_only(format!(
-            "its size was set, not by Ebb: left alone for {} s unless it is short",
-            left.div_ceil(1000)
-        ));
-    }
-    if let Some(left) = seconds_to(m.stuck_until) {
-        return give_only(format!("it did not follow its last order: asked again in {left} s"));
-    }
-    if let Some(left) = seconds_to(m.refused_until) {
-        let why = "QEMU or libvirt refused an order to shrink";
-        return give_only(format!("{why}: asked again in {left} s"));
-    }
-    if let Some(left) = m.contact.left_ms(at) {
-        return give_only(format!(
-            "it was not heard for a while: not asked for {} s",
-            left.div_ceil(1000)
-        ));
+    let slow = match &vm.link {
+        Link::Slow(why) => Some(format!("QEMU is slow to answer: {why}")),
+        _ => None,
+    };
+    let disbelieved = model.guest.is_some() && model.trust.level <= 0.0;
+    let seconds = |ms: Option<u64>| ms.map(|ms| ms.div_ceil(1000)).filter(|left| *left > 0);
+    let seconds_to = |until: Option<Stamp>| seconds(until.map(|until| until.since(at)));
+    let whys = [
+        // What is given late does no harm; what is taken late does.
+        slow,
+        vm.ram
+            .is_none()
+            .then(|| "what RAM it has is not known: nor is what it would be owed".into()),
+        m.reboot.map(|_| "it rebooted: its size is not known yet".into()),
+        seconds_to(m.settle_until).map(|s| format!("it rebooted: left alone for {s} s more")),
+        disbelieved.then(|| format!("its numbers are not believed: {}", model.trust.why)),
+        m.ledger.suspect.then(|| "its size has changed, not by Ebb's order".into()),
+        seconds(m.ledger.left_ms(at)).map(|s| {
+            format!("its size was set, not by Ebb: left alone for {s} s unless it is short")
+        }),
+        seconds_to(m.stuck_until)
+            .map(|s| format!("it did not follow its last order: asked again in {s} s")),
+        seconds_to(m.refused_until)
+            .map(|s| format!("QEMU or libvirt refused an order to shrink: asked again in {s} s")),
+        seconds(m.contact.left_ms(at))
+            .map(|s| format!("it was not heard for a while: not asked for {s} s")),
+    ];
+    if let Some(why) = whys.into_iter().flatten().next() {
+        return give_only(why);
     }
     if model.guest.is_none() {
-        let stats = vm.guest_stats();
-        return give_only(match stats {
+        return give_only(match vm.guest_stats() {
             None => "its guest sends no statistics: no balloon driver, or not up yet".into(),
             Some(s) if s.age_ms > STALE_MS && s.available.or(s.free).is_some() => {
                 format!("its guest's statistics are {} s old", s.age_ms / 1000)

@@ -281,26 +281,22 @@ pub fn govern(facts: &Facts, settings: &Settings, memory: &mut BurstMemory) -> K
 
 /// Why no burst is to begin.
 fn reason_to_wait(facts: &Facts, floor: Bytes, memory: &BurstMemory) -> Option<String> {
-    let saves = facts.planned.saves();
-    if facts.plan == 0 {
-        return Some("nothing was scanned yet".into());
-    }
-    if facts.plan == memory.done {
-        return Some("what was found is merged; until the next scan".into());
-    }
-    if let Some(until) = memory.hold_until.filter(|u| facts.at < *u && facts.state < Pressure::Hard)
-    {
-        let left = until.since(facts.at) / 1000;
-        return Some(format!("the last burst did not pay: not for another {left} s"));
-    }
-    if saves < LEAST {
-        return Some(format!("{saves} to be had: less than {LEAST}"));
-    }
-    let cost = facts.planned.cost_s();
+    let (saves, cost) = (facts.planned.saves(), facts.planned.cost_s());
     let each = saves.share(1.0 / cost.max(0.001));
-    (each < floor).then(|| {
-        format!("{saves} for {cost:.1} s of CPU is {each} a second: less than the floor {floor}")
-    })
+    let hold = memory.hold_until.filter(|u| facts.at < *u && facts.state < Pressure::Hard);
+    let left = hold.map(|until| until.since(facts.at) / 1000);
+    let whys = [
+        (facts.plan == 0).then(|| "nothing was scanned yet".into()),
+        (facts.plan == memory.done).then(|| "what was found is merged; until the next scan".into()),
+        left.map(|left| format!("the last burst did not pay: not for another {left} s")),
+        (saves < LEAST).then(|| format!("{saves} to be had: less than {LEAST}")),
+        (each < floor).then(|| {
+            format!(
+                "{saves} for {cost:.1} s of CPU is {each} a second: less than the floor {floor}"
+            )
+        }),
+    ];
+    whys.into_iter().flatten().next()
 }
 
 /// Why a burst is to end, if it is.

@@ -100,28 +100,21 @@ pub fn offload(
 /// How long it has been cold, most for a paused one; `None`: it is not to be
 /// touched.
 fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
-    let paused = vm.paused;
-    let reachable = vm.standing == Standing::Ready || vm.beyond_balloon || paused;
-    if !vm.managed
-        || vm.outside
-        || vm.hands_off.is_some()
-        || !reachable
-        || vm.pinned.is_some()
-        || !vm.distress.is_empty()
-    {
-        return None;
-    }
-    if vm.tasks.offload.as_ref().is_some_and(|o| o.busy) {
-        return None;
-    }
-    if usable(vm).is_some_and(|a| a.busy) || to_come(model, vm, m) >= RECYCLED {
-        return None;
-    }
-    if m.cold.back_until.is_some_and(|t| t > model.at) {
+    let may_go = vm.managed
+        && !vm.outside
+        && vm.hands_off.is_none()
+        && (vm.standing == Standing::Ready || vm.beyond_balloon || vm.paused)
+        && vm.pinned.is_none()
+        && vm.distress.is_empty()
+        && !vm.tasks.offload.as_ref().is_some_and(|o| o.busy)
+        && !usable(vm).is_some_and(|a| a.busy)
+        && to_come(model, vm, m) < RECYCLED
+        && m.cold.back_until.is_none_or(|t| t <= model.at);
+    if !may_go {
         return None;
     }
     let quiet = model.at.since(m.cold.since);
-    match paused {
+    match vm.paused {
         true => Some(u64::MAX),
         false => (quiet >= QUIET_MS).then_some(quiet),
     }

@@ -273,19 +273,13 @@ pub(super) fn pinned(vm: &VmModel) -> Option<String> {
 
 /// Why the host would have nothing of a larger balloon, for people.
 pub(super) fn brings_nothing(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<String> {
-    if let Some(why) = pinned(vm) {
-        return Some(why);
-    }
-    if vm.outside {
-        return Some(format!(
-            "it is outside of {}: shrinking it frees nothing there",
-            model.host.shown.name
-        ));
-    }
-    m.yields.barren_until.filter(|t| *t > model.at).map(|until| {
+    let name = &model.host.shown.name;
+    let outside = || format!("it is outside of {name}: shrinking it frees nothing there");
+    let barren = m.yields.barren_until.filter(|t| *t > model.at).map(|until| {
         let left = until.since(model.at).div_ceil(60_000);
         format!("its balloon grew and the host had nothing of it: asked again in {left} min")
-    })
+    });
+    pinned(vm).or_else(|| vm.outside.then(outside)).or(barren)
 }
 
 /// What a guest pays, and what the host has of asking it.
