@@ -30,6 +30,11 @@ pub use self::vm::{
 };
 use crate::units::Stamp;
 
+/// Whether it need not be written down.
+pub fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// When reading began.

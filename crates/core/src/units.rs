@@ -19,10 +19,6 @@ pub struct Bytes(pub u64);
 impl Bytes {
     pub const ZERO: Bytes = Bytes(0);
 
-    pub fn is_zero(&self) -> bool {
-        self.0 == 0
-    }
-
     pub const fn kib(n: u64) -> Bytes {
         Bytes(n.saturating_mul(1 << 10))
     }

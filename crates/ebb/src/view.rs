@@ -273,7 +273,7 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, decided: &DecidedByVm<'_>, remembered
     /// In the host's swap.
     swap: Option<Bytes> = m.swap;
     /// What it holds of pools of huge pages, which is not resident by the kernel's count.
-    #[serde(skip_serializing_if = "Bytes::is_zero")]
+    #[serde(skip_serializing_if = "ebb_core::sample::is_default")]
     hugetlb: Bytes = s.process.map(|p| p.hugetlb).unwrap_or_default();
     /// Available in the guest, as it says.
     available: Option<Bytes> = m.guest.map(|g| g.available);

@@ -477,15 +477,11 @@ fn on_request(
         if !meant || vm.standing != Standing::Ready || usable(vm).is_some() {
             continue;
         }
-        if let Some(why) = pinned(vm) {
+        if let Some(why) = pinned(vm).or_else(|| outdated(vm.guest.as_ref()?)) {
             verdicts[index] = Some(Verdict::Hold(why));
             continue;
         }
         let (Some(actual), Some(g)) = (vm.actual, vm.guest.as_ref()) else { continue };
-        if let Some(why) = outdated(g) {
-            verdicts[index] = Some(Verdict::Hold(why));
-            continue;
-        }
         let base = match &verdicts[index] {
             Some(Verdict::Set { to, .. }) => *to,
             _ => base(m, actual),

@@ -17,7 +17,7 @@ pub struct BalloonSample {
     pub age_ms: u64,
     /// What counts in `actual` and no balloon can hold (virtio-mem): QEMU refuses an order for no
     /// more than that.
-    #[serde(default, skip_serializing_if = "Bytes::is_zero")]
+    #[serde(default, skip_serializing_if = "super::is_default")]
     pub beyond_balloon: Bytes,
     /// `free-page-reporting` of the device.
     pub reporting: Option<bool>,

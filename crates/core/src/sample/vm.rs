@@ -36,10 +36,6 @@ pub enum Claim {
 }
 
 impl Claim {
-    pub fn is_open(&self) -> bool {
-        *self == Claim::Open
-    }
-
     pub fn is_unread(&self) -> bool {
         matches!(self, Claim::Unread(_))
     }
@@ -58,10 +54,10 @@ pub struct VmSample {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
     /// What its claim to its section of the configuration is worth.
-    #[serde(default, skip_serializing_if = "Claim::is_open")]
+    #[serde(default, skip_serializing_if = "super::is_default")]
     pub claim: Claim,
     /// What its manager's metadata sets for it.
-    #[serde(default, skip_serializing_if = "Metadata::is_none")]
+    #[serde(default, skip_serializing_if = "super::is_default")]
     pub metadata: Metadata,
     /// What its balloon held without Ebb, as an Ebb noted that had it before it was saved or
     /// migrated.
@@ -172,7 +168,7 @@ pub struct ProcessMemory {
     #[serde(default)]
     pub locked: Bytes,
     /// `HugetlbPages`: of pools of huge pages, and in none of the others.
-    #[serde(default, skip_serializing_if = "Bytes::is_zero")]
+    #[serde(default, skip_serializing_if = "super::is_default")]
     pub hugetlb: Bytes,
     /// `None`: not counted lately.
     #[serde(default, skip_serializing_if = "Option::is_none")]

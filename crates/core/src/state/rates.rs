@@ -43,10 +43,8 @@ impl GuestRates {
             return None;
         }
         let seconds = ms as f64 / 1000.0;
-        let grown = |b: Option<u64>, n: Option<u64>| match (b, n) {
-            (Some(b), Some(n)) => n.saturating_sub(b),
-            _ => 0,
-        };
+        let grown =
+            |b: Option<u64>, n: Option<u64>| b.zip(n).map_or(0, |(b, n)| n.saturating_sub(b));
         let rate = |b, n| grown(b, n) as f64 / seconds;
         // Where reads of files count as page-ins, those say nothing of memory.
         let page_ins = |b, n| if now.is_windows { 0.0 } else { rate(b, n) };

@@ -379,9 +379,7 @@ impl VmMemory {
 
     /// Whether an order to shrink has moved nothing for too long.
     pub fn stalled(&self, vm: &VmModel) -> bool {
-        match (self.order, vm.actual) {
-            (Some(o), Some(actual)) => o.to < actual && o.still_ms >= STUCK_AFTER_MS,
-            _ => false,
-        }
+        let order = self.order.zip(vm.actual);
+        order.is_some_and(|(o, actual)| o.to < actual && o.still_ms >= STUCK_AFTER_MS)
     }
 }
