@@ -334,7 +334,12 @@ pub fn by_uuid(uuid: &str) -> String {
 }
 
 /// What is wrong with a configuration, where, and what is allowed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{file}{}{}: {message}",
+    .line.map_or(String::new(), |line| format!(":{line}")),
+    if .field.is_empty() { String::new() } else { format!(": {}", .field) }
+)]
 pub struct ConfigError {
     pub file: String,
     /// The line, counted from 1.
@@ -344,21 +349,6 @@ pub struct ConfigError {
     /// What is wrong and what is allowed.
     pub message: String,
 }
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.file)?;
-        if let Some(line) = self.line {
-            write!(f, ":{line}")?;
-        }
-        if !self.field.is_empty() {
-            write!(f, ": {}", self.field)?;
-        }
-        write!(f, ": {}", self.message)
-    }
-}
-
-impl std::error::Error for ConfigError {}
 
 #[cfg(test)]
 mod tests {

@@ -80,7 +80,8 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Decided {
     let shrinks = |vm| plan.actions.iter().any(|a: &Action| a.vm == vm && !a.gives());
     plan.recycle = recycle.into_iter().filter(|r| !shrinks(r.vm)).collect();
 
-    stage(StageName::Recycle, missing, freed, format!("{} agents asked", jobs(&plan.recycle)));
+    let asked = plan.recycle.iter().filter(|order| order.recycle.is_some()).count();
+    stage(StageName::Recycle, missing, freed, format!("{asked} agents asked"));
     stage(StageName::Merge, missing - freed, Bytes::ZERO, merge_words);
     stage(StageName::Zeros, missing - freed, Bytes::ZERO, zeros_reason);
     let takes = plan.actions.iter().filter(|a| !a.gives()).count();
@@ -130,10 +131,6 @@ fn recycled(model: &Model, memory: &Memory, orders: &[RecycleOrder]) -> Vec<Byte
         Some(recycle::expected(model, vm, memory.of(vm.id), &job))
     };
     model.vms.iter().map(|vm| one(vm).unwrap_or_default()).collect()
-}
-
-fn jobs(orders: &[RecycleOrder]) -> usize {
-    orders.iter().filter(|o| o.recycle.is_some()).count()
 }
 
 /// What earlier orders to shrink still bring under the limit shown.

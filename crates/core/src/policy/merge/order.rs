@@ -183,19 +183,14 @@ pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan,
         });
     }
     if plan.why.is_empty() {
-        let found = all_found(vms.iter().map(|(_, m)| *m));
+        let mut found = Candidates::default();
+        vms.iter().filter_map(|(_, m)| m.sample.found).for_each(|f| found.add(&f));
         plan.why = match host.scan.number {
             0 => "nothing was scanned yet".into(),
             _ => format!("merging would save {}; merge.mode is not \"on\"", found.saves()),
         };
     }
     Some((plan, next))
-}
-
-fn all_found<'a>(vms: impl Iterator<Item = &'a MergeVm>) -> Candidates {
-    let mut all = Candidates::default();
-    vms.filter_map(|m| m.sample.found.as_ref()).for_each(|f| all.add(f));
-    all
 }
 
 /// The one group that may be merged (`None`: all together), or why there is none.
