@@ -559,28 +559,22 @@ fn grow(
         }
         let above = || (0..left.len()).filter(|n| is_above(*n, vm));
         let least = above().map(|n| left[n]).min().unwrap_or_default();
-        if least < LEAST_STEP {
-            let nothing = above().find(|n| surplus[*n].1 < LEAST_STEP);
-            let why = match nothing.and_then(|n| limits.get(surplus[n].0)) {
-                Some(l) => {
-                    format!("{} has nothing to spare beside its reserve and a margin", l.name)
-                }
-                None => "the host gives back slowly, others first".into(),
-            };
-            verdicts[i] = Some(Verdict::Hold(format!("{} ballooned; {why}", vm.owed)));
-            continue;
-        }
-        if m.order.is_some_and(|o| o.to > actual) {
-            verdicts[i] = Some(Verdict::Hold("it is still growing".into()));
-            continue;
-        }
+        let nothing = || limits.get(surplus[above().find(|n| surplus[*n].1 < LEAST_STEP)?].0);
+        let lacks = || match nothing() {
+            Some(l) => format!("{} has nothing to spare beside its reserve and a margin", l.name),
+            None => "the host gives back slowly, others first".into(),
+        };
         let hold = m.last_take.and_then(|t| GROW_HOLD_MS.checked_sub(model.at.since(t)));
-        if let Some(hold) = hold {
-            verdicts[i] = Some(Verdict::Hold(format!(
-                "{} ballooned; given back in {} s at the earliest, unless it needs it",
-                vm.owed,
-                hold.div_ceil(1000)
-            )));
+        let whys = [
+            (least < LEAST_STEP).then(|| format!("{} ballooned; {}", vm.owed, lacks())),
+            m.order.is_some_and(|o| o.to > actual).then(|| "it is still growing".into()),
+            hold.map(|hold| {
+                let (owed, s) = (vm.owed, hold.div_ceil(1000));
+                format!("{owed} ballooned; given back in {s} s at the earliest, unless it needs it")
+            }),
+        ];
+        if let Some(why) = whys.into_iter().flatten().next() {
+            verdicts[i] = Some(Verdict::Hold(why));
             continue;
         }
         let given = room.min(least);
