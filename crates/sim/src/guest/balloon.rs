@@ -39,9 +39,7 @@ impl Guest {
         if free < step {
             let idle = (self.used() - self.hot_anon()).min(self.spec.swap - self.guest_swapped);
             let out = (step - free).min(idle).min(Bytes((GUEST_SWAP_RATE * seconds(dt_ms)) as u64));
-            self.guest_swapped += out;
-            self.stale += out;
-            self.counts.swap_out += out;
+            self.swap_out_own(out);
             free = self.make_free(free + out, false);
         }
         let mut taken = free.min(step);

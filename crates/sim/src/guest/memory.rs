@@ -153,6 +153,24 @@ impl Guest {
         bytes.min(self.free() - self.watermark())
     }
 
+    /// The host swaps so much in again, as far as there is time and room; tells how much.
+    pub(super) fn swap_in(&mut self, bytes: Bytes, time: &mut Time, room: &mut Room) -> Bytes {
+        let bytes = bytes.min(time.at(SWAP_IN_RATE)).min(room.can_swap_in);
+        let got = room.take(bytes, time);
+        room.can_swap_in = room.can_swap_in - got;
+        self.out = self.out - got;
+        self.counts.host_swap_in += got;
+        time.wait_for_host(got, SWAP_IN_RATE);
+        got
+    }
+
+    /// So much of what its processes have goes to its own swap.
+    pub(super) fn swap_out_own(&mut self, bytes: Bytes) {
+        self.guest_swapped += bytes;
+        self.stale += bytes;
+        self.counts.swap_out += bytes;
+    }
+
     /// Uses so much free memory: pages the host still holds first (they were freed
     /// last), then swapped and untouched ones as they come.
     pub(super) fn touch(&mut self, bytes: Bytes, time: &mut Time, room: &mut Room) -> Bytes {
@@ -169,13 +187,8 @@ impl Guest {
         // All stale pages left are swapped out.
         let untouched = self.free() - held - self.stale;
         let swapped = rest.share(self.stale.fraction_of(self.stale + untouched)).min(self.stale);
-        let read = swapped.min(time.at(SWAP_IN_RATE)).min(room.can_swap_in);
-        let read = room.take(read, time);
-        room.can_swap_in = room.can_swap_in - read;
+        let read = self.swap_in(swapped, time, room);
         self.stale = self.stale - read;
-        self.out = self.out - read;
-        self.counts.host_swap_in += read;
-        time.wait_for_host(read, SWAP_IN_RATE);
         held + read + room.take((rest - swapped).min(untouched), time)
     }
 }

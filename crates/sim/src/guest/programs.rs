@@ -7,7 +7,7 @@ use ebb_core::units::{Bytes, PAGE};
 
 use super::{
     DISK_RATE, FREE_RATE, GUEST_SWAP_RATE, Guest, OOM_AFTER_MS, RESTART_MS, SELF_HELP_RATE,
-    SHRINKER_RATE, SWAP_IN_RATE, seconds,
+    SHRINKER_RATE, seconds,
 };
 use crate::misbehaviour::Misbehaviour;
 use crate::step_budget::{Room, Time};
@@ -36,13 +36,8 @@ impl Guest {
         self.astray = self.astray.min(self.out).min(self.hot());
         let missing = (self.out - idle).max(self.astray);
         if missing > Bytes::ZERO && self.spec.misbehaviour != Misbehaviour::Pinned {
-            let bytes = missing.min(time.at(SWAP_IN_RATE)).min(room.can_swap_in);
-            let got = room.take(bytes, time);
-            room.can_swap_in = room.can_swap_in - got;
-            self.out = self.out - got;
+            let got = self.swap_in(missing, time, room);
             self.astray = self.astray - got;
-            self.counts.host_swap_in += got;
-            time.wait_for_host(got, SWAP_IN_RATE);
             if got < missing {
                 time.wait_in_vain(true);
             }
@@ -100,9 +95,7 @@ impl Guest {
         let idle = self.used() - self.hot_anon();
         let left = (self.spec.swap - self.guest_swapped).min(idle);
         let out = most.min(left).min(time.at(GUEST_SWAP_RATE));
-        self.guest_swapped += out;
-        self.stale += out;
-        self.counts.swap_out += out;
+        self.swap_out_own(out);
         self.cache_more(out, time, room)
     }
 
@@ -162,9 +155,7 @@ impl Guest {
     fn swap_for_room(&mut self, bytes: Bytes, time: &mut Time, room: &mut Room) -> Bytes {
         let left = (self.spec.swap - self.guest_swapped).min(self.used());
         let out = bytes.min(left).min(time.at(GUEST_SWAP_RATE));
-        self.guest_swapped += out;
-        self.stale += out;
-        self.counts.swap_out += out;
+        self.swap_out_own(out);
         time.wait(out, GUEST_SWAP_RATE);
         self.allocate(out, time, room, false)
     }
