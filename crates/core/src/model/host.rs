@@ -213,9 +213,8 @@ impl HostModel {
 }
 
 impl Limit {
-    /// State and shortage; `was`: the state and the urgency before.
-    fn judge(&mut self, stall: &Stall, was: (Pressure, f64), dt_ms: u64) {
-        let (before, urgency) = was;
+    /// State and shortage, by the state and the urgency before.
+    fn judge(&mut self, stall: &Stall, (before, urgency): (Pressure, f64), dt_ms: u64) {
         let ratio = self.ratio();
         let by_room = level_by_marks(ratio, before);
         let tight = self.is_tight();

@@ -214,15 +214,13 @@ impl Burst {
 
     fn look(&mut self, facts: &Facts) {
         self.least = self.least.min(facts.saved);
-        let (last, each) = self.last;
+        let last = self.last.0;
         let pages = facts.scanned.zip(last.scanned).map_or(0, |(a, b)| a.saturating_sub(b));
         let cpu_ms = facts.cpu_ms.saturating_sub(last.cpu_ms);
         if let Some(now) = each_us(Duration::from_millis(cpu_ms), pages, JUDGED) {
             self.last = (*facts, now);
         } else if facts.scanned.is_none() {
             self.last = (*facts, (ALONE_US + MERGE_US) / 2.0);
-        } else {
-            self.last = (last, each);
         }
     }
 }

@@ -147,14 +147,8 @@ impl Ledger {
         if let Some(ordered) = self.ordered.filter(|_| now < was || still) {
             self.before = Some(Before { at, others, ordered, unheard: false });
         }
-        let before = self.before;
-        *self = Ledger {
-            others: Some(now),
-            foreign: Some(at),
-            seen: self.seen,
-            before,
-            ..Ledger::default()
-        };
+        let Ledger { seen, before, .. } = *self;
+        *self = Ledger { others: Some(now), foreign: Some(at), seen, before, ..Ledger::default() };
         Move::Foreign
     }
 
@@ -248,10 +242,7 @@ impl Ledger {
 
     /// The size that the VM has without Ebb.
     pub fn whole(&self, ram: Bytes) -> Option<Bytes> {
-        match (self.others, self.baseline) {
-            (Some(others), _) => Some(ram - others),
-            (None, baseline) => baseline.map(|b| b.min(ram)),
-        }
+        self.others.map(|others| ram - others).or(self.baseline.map(|b| b.min(ram)))
     }
 
     /// What Ebb has taken and not given back yet, at this size.
