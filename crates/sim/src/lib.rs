@@ -8,7 +8,6 @@ pub mod baselines;
 pub mod compare;
 pub mod controllers;
 pub mod demand;
-pub mod fault;
 pub mod guest;
 pub mod guest_stats;
 pub mod host;

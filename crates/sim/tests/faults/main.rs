@@ -1,12 +1,15 @@
 //! Each safety feature switched off breaks its law: what no test notices is not
 //! there. With all of them on, the same worlds break none.
 
+mod fault;
+
 use ebb_core::units::Bytes;
-use ebb_sim::fault::{FAULTS, Fault, run};
 use ebb_sim::law::Law;
 use ebb_sim::misbehaviour::Misbehaviour;
 use ebb_sim::scenario::{crowd, scenario};
 use ebb_sim::{SCENARIOS, Setup};
+
+use fault::{FAULTS, Fault, run};
 
 /// The law that holds only with the feature, and worlds that ask for it.
 fn trial(fault: Fault) -> (Law, Vec<Setup>) {

@@ -12,9 +12,8 @@ use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent, VmId};
 use ebb_core::state::{Memory, Owned};
 use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::{Bytes, Stamp};
-
-use crate::law::{Breach, Laws};
-use crate::world::{Setup, World};
+use ebb_sim::law::{Breach, Laws};
+use ebb_sim::{Setup, World};
 
 /// A safety feature that is off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,8 +61,6 @@ pub const FAULTS: [Fault; 11] = [
 /// What a run with a fault (or with none) came to.
 pub struct Ran {
     pub broken: Vec<Breach>,
-    /// Guests that were turned around twice within a minute, times.
-    pub hasty: u64,
     /// The world at the end.
     pub world: World,
 }
@@ -79,8 +76,7 @@ pub fn run(setup: &Setup, fault: Option<Fault>) -> Ran {
         laws.check(&host.world, &tick);
         forget(&mut engine.memory, fault);
         if host.wait(&engine.next(&model)) == Wake::Stop {
-            let hasty = host.world.gauges.iter().map(|g| g.hasty).sum();
-            return Ran { broken: laws.broken, hasty, world: host.world };
+            return Ran { broken: laws.broken, world: host.world };
         }
     }
 }
