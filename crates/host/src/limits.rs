@@ -15,7 +15,7 @@ use crate::background_look::BackgroundLook;
 use crate::probe::cgroup::{self, Hierarchy, POOL_STAYS, Previous, Version};
 use crate::probe::numa;
 use crate::probe::psi::parse_psi;
-use crate::root::{ProbeError, Root};
+use crate::root::{ProbeError, Probed, Root};
 use crate::vm::{Vm, problem};
 
 /// Most cgroups with a limit that are looked at beside the pool: each costs some ten reads a tick.
@@ -249,7 +249,7 @@ impl MemoryLimits {
         &mut self,
         now: Instant,
         path: &str,
-        read: Result<Option<LimitSample>, ProbeError>,
+        read: Probed<LimitSample>,
         problems: &mut Vec<Problem>,
     ) -> Option<LimitSample> {
         match read {

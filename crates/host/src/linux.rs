@@ -43,7 +43,7 @@ use crate::probe::trust::TrustRules;
 use crate::probe::vmpressure::PressureEvents;
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::Client;
-use crate::root::{ProbeError, Root};
+use crate::root::{Probed, Root};
 use crate::sys;
 use crate::vm::{Access, Vm, problem};
 use crate::waker::Waker;
@@ -377,11 +377,7 @@ fn clients(vms: &mut BTreeMap<VmId, Vm>) -> Vec<&mut Client> {
 }
 
 /// A failure becomes a problem of the host, and the value unknown.
-fn noted<T>(
-    problems: &mut Vec<Problem>,
-    source: &str,
-    result: Result<Option<T>, ProbeError>,
-) -> Option<T> {
+fn noted<T>(problems: &mut Vec<Problem>, source: &str, result: Probed<T>) -> Option<T> {
     result.unwrap_or_else(|e| {
         problems.push(problem(None, source.to_owned(), e.to_string()));
         None

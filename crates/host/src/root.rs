@@ -65,6 +65,9 @@ impl ProbeError {
     }
 }
 
+/// What was read; `None`: it is absent, or its process has ended.
+pub type Probed<T> = Result<Option<T>, ProbeError>;
+
 /// What a read gives instead of what is there: a file holds these bytes, a link names them, a
 /// directory lists them line by line.
 pub type Fault = io::Result<Vec<u8>>;
@@ -116,7 +119,7 @@ impl Root {
 
     /// At most [`MAX_FILE`] bytes of a file; `None` where it is absent, its
     /// process has ended, or the kernel has it switched off (`psi=0`).
-    pub fn read_bytes(&self, absolute: impl AsRef<Path>) -> Result<Option<Vec<u8>>, ProbeError> {
+    pub fn read_bytes(&self, absolute: impl AsRef<Path>) -> Probed<Vec<u8>> {
         let path = self.path(absolute);
         let bytes = self.get(&path, Ok, || {
             let mut bytes = Vec::with_capacity(USUAL);
@@ -132,11 +135,7 @@ impl Root {
     /// The same of a file in `/proc` that is read again and again: on the machine itself it stays
     /// open in `kept`, until it cannot be read. What is kept is the file of one process; it never
     /// shows a later one that has its pid.
-    pub fn reread(
-        &self,
-        absolute: impl AsRef<Path>,
-        kept: &mut Option<File>,
-    ) -> Result<Option<String>, ProbeError> {
+    pub fn reread(&self, absolute: impl AsRef<Path>, kept: &mut Option<File>) -> Probed<String> {
         let (path, file) = (self.path(absolute), kept.take());
         let bytes = self.get(&path, Ok, || {
             let file = file.map_or_else(|| File::open(&path), Ok)?;
@@ -149,7 +148,7 @@ impl Root {
 
     /// The first line of a file in `/proc`, as far as its first 4 KiB hold it: the rest is not
     /// made by the kernel.
-    pub fn read_line(&self, absolute: impl AsRef<Path>) -> Result<Option<String>, ProbeError> {
+    pub fn read_line(&self, absolute: impl AsRef<Path>) -> Probed<String> {
         let path = self.path(absolute);
         let bytes = self.get(&path, Ok, || {
             let mut bytes = vec![0; 4096];
@@ -161,10 +160,7 @@ impl Root {
     }
 
     /// The names in a directory; an error also where reading it ends early.
-    pub fn read_dir(
-        &self,
-        absolute: impl AsRef<Path>,
-    ) -> Result<Option<Vec<OsString>>, ProbeError> {
+    pub fn read_dir(&self, absolute: impl AsRef<Path>) -> Probed<Vec<OsString>> {
         let path = self.path(absolute);
         let lines = |bytes: Vec<u8>| {
             Ok(bytes.split(|b| *b == b'\n').map(|l| OsString::from_vec(l.to_vec())).collect())
@@ -174,14 +170,14 @@ impl Root {
         })
     }
 
-    pub fn read_link(&self, absolute: impl AsRef<Path>) -> Result<Option<PathBuf>, ProbeError> {
+    pub fn read_link(&self, absolute: impl AsRef<Path>) -> Probed<PathBuf> {
         let path = self.path(absolute);
         let named = |bytes| Ok(OsString::from_vec(bytes).into());
         self.get(&path, named, || std::fs::read_link(&path))
     }
 
     /// `stat` of what a path leads to.
-    pub fn metadata(&self, absolute: impl AsRef<Path>) -> Result<Option<Metadata>, ProbeError> {
+    pub fn metadata(&self, absolute: impl AsRef<Path>) -> Probed<Metadata> {
         let path = self.path(absolute);
         let none = |_| Err(io::ErrorKind::InvalidData.into());
         self.get(&path, none, || std::fs::metadata(&path))
@@ -194,7 +190,7 @@ impl Root {
         path: &Path,
         told: impl FnOnce(Vec<u8>) -> io::Result<T>,
         there: impl FnOnce() -> io::Result<T>,
-    ) -> Result<Option<T>, ProbeError> {
+    ) -> Probed<T> {
         let fault = self.faults.as_ref().and_then(|faults| {
             let below = path.strip_prefix(&self.prefix).unwrap_or(path);
             faults(&Path::new("/").join(below))
@@ -207,7 +203,7 @@ impl Root {
     }
 
     /// The same as text; bytes that are not UTF-8 become U+FFFD.
-    pub fn read(&self, absolute: impl AsRef<Path>) -> Result<Option<String>, ProbeError> {
+    pub fn read(&self, absolute: impl AsRef<Path>) -> Probed<String> {
         Ok(self.read_bytes(absolute)?.map(text))
     }
 
@@ -215,7 +211,7 @@ impl Root {
         &self,
         absolute: impl AsRef<Path>,
         parse: impl FnOnce(&str) -> Result<T, ParseError>,
-    ) -> Result<Option<T>, ProbeError> {
+    ) -> Probed<T> {
         let absolute = absolute.as_ref();
         let Some(text) = self.read(absolute)? else { return Ok(None) };
         parse(&text)

@@ -24,7 +24,7 @@ use crate::probe::ksm::{read_ksm, read_ksm_stat};
 use crate::probe::meminfo::read_meminfo;
 use crate::probe::process::processes;
 use crate::probe::regions::{Region, read_smaps};
-use crate::root::{ProbeError, Root};
+use crate::root::{ProbeError, Probed, Root};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
 /// The knobs that are changed, in the order in which they are put back: what
@@ -226,7 +226,7 @@ impl KsmOwner {
 }
 
 /// What KSM's knobs are set to, for people; `None` where there is no KSM.
-pub fn describe(root: &Root) -> Result<Option<String>, ProbeError> {
+pub fn describe(root: &Root) -> Probed<String> {
     let mut set = Vec::new();
     for knob in KNOBS {
         if let Some(value) = root.read(format!("{DIR}/{knob}"))? {

@@ -14,7 +14,7 @@ use ebb_core::sample::LimitSample;
 use ebb_core::units::Bytes;
 
 use super::psi::parse_psi;
-use crate::root::{ParseError, ProbeError, Root, parse_number, unescape_octal};
+use crate::root::{ParseError, ProbeError, Probed, Root, parse_number, unescape_octal};
 
 /// Limits above this are “none”: v1 writes 2^63 rounded down to a page.
 const NO_LIMIT: u64 = 1 << 62;
@@ -34,7 +34,7 @@ pub struct Mount {
     pub options: String,
 }
 
-pub fn read_mounts(root: &Root) -> Result<Option<Vec<Mount>>, ProbeError> {
+pub fn read_mounts(root: &Root) -> Probed<Vec<Mount>> {
     root.parse("/proc/self/mountinfo", parse_mountinfo)
 }
 
@@ -80,7 +80,7 @@ impl Hierarchy {
 }
 
 /// Finds the memory controller; `None` where there is none.
-pub fn read_hierarchy(root: &Root) -> Result<Option<Hierarchy>, ProbeError> {
+pub fn read_hierarchy(root: &Root) -> Probed<Hierarchy> {
     let Some(mounts) = read_mounts(root)? else { return Ok(None) };
     let found =
         |version, m: &Mount| Hierarchy { version, point: m.point.clone(), root: m.root.clone() };
@@ -98,11 +98,7 @@ pub fn read_hierarchy(root: &Root) -> Result<Option<Hierarchy>, ProbeError> {
     Ok(memory.then(|| found(Version::V2, m)))
 }
 
-pub fn read_process_cgroup(
-    root: &Root,
-    version: Version,
-    pid: u32,
-) -> Result<Option<String>, ProbeError> {
+pub fn read_process_cgroup(root: &Root, version: Version, pid: u32) -> Probed<String> {
     let parse = |text: &str| parse_process_cgroup(text, version);
     Ok(root.parse(format!("/proc/{pid}/cgroup"), parse)?.flatten())
 }
@@ -182,15 +178,12 @@ pub fn choose_pool(
 }
 
 /// The smallest limit from a cgroup upwards.
-pub fn tightest(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Bytes>, ProbeError> {
+pub fn tightest(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<Bytes> {
     least(cgroup, |at| read_limit(root, h, at))
 }
 
 /// The least of what is read of a cgroup and of each above it.
-fn least(
-    cgroup: &str,
-    read: impl Fn(&str) -> Result<Option<Bytes>, ProbeError>,
-) -> Result<Option<Bytes>, ProbeError> {
+fn least(cgroup: &str, read: impl Fn(&str) -> Probed<Bytes>) -> Probed<Bytes> {
     let mut least: Option<Bytes> = None;
     for at in way_up(cgroup).filter_map(Path::to_str) {
         least = least.into_iter().chain(read(at)?).min();
@@ -200,7 +193,7 @@ fn least(
 
 /// A cgroup's own limit: where it is throttled, if that is less. `None` for no limit, or
 /// out of sight.
-pub fn read_limit(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Bytes>, ProbeError> {
+pub fn read_limit(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<Bytes> {
     let Some(dir) = h.directory(cgroup) else { return Ok(None) };
     let read = |file| Ok(root.parse(dir.join(file), parse_limit)?.flatten());
     match h.version {
@@ -226,18 +219,14 @@ fn limits_swap(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<bool, ProbeEr
 
 /// Swap that a cgroup may still use by its own limit and by those above it; `None` where
 /// nothing limits it, or swap is not accounted.
-pub fn read_swap_left(
-    root: &Root,
-    h: &Hierarchy,
-    cgroup: &str,
-) -> Result<Option<Bytes>, ProbeError> {
+pub fn read_swap_left(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<Bytes> {
     least(cgroup, |at| read_swap_room(root, h, at))
 }
 
 /// Swap that a cgroup may still use by its own limit alone.
-fn read_swap_room(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Bytes>, ProbeError> {
+fn read_swap_room(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<Bytes> {
     let Some(dir) = h.directory(cgroup) else { return Ok(None) };
-    let room = |limit: &str, usage: &str| -> Result<Option<Bytes>, ProbeError> {
+    let room = |limit: &str, usage: &str| -> Probed<Bytes> {
         let Some(limit) = root.parse(dir.join(limit), parse_limit)?.flatten() else {
             return Ok(None);
         };
@@ -267,11 +256,7 @@ pub fn parse_limit(text: &str) -> Result<Option<Bytes>, ParseError> {
 }
 
 /// Reads the pool at a cgroup; `None` where it has no limit or is gone.
-pub fn read_pool(
-    root: &Root,
-    h: &Hierarchy,
-    cgroup: &str,
-) -> Result<Option<LimitSample>, ProbeError> {
+pub fn read_pool(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<LimitSample> {
     let Some(dir) = h.directory(cgroup) else { return Ok(None) };
     let Some(pool) = read_usage(root, h, cgroup)? else { return Ok(None) };
     let events = match h.version {
@@ -287,11 +272,7 @@ pub fn read_pool(
 
 /// The same without what its processes were killed for, and with the swap that its own limit
 /// leaves: there may be many.
-pub fn read_usage(
-    root: &Root,
-    h: &Hierarchy,
-    cgroup: &str,
-) -> Result<Option<LimitSample>, ProbeError> {
+pub fn read_usage(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<LimitSample> {
     let Some(dir) = h.directory(cgroup) else { return Ok(None) };
     let limit = match read_limit(root, h, cgroup)? {
         Some(limit) => limit,

@@ -13,7 +13,7 @@ use super::cgroup::{Mount, read_mounts};
 use super::process::{Life, Stat, life, processes, read_stat};
 use super::qemu::{QemuProcess, QmpAddress, parse_cmdline, preloaded};
 use super::trust::{ProcessTrust, TrustRules, Uids, is_qemu};
-use crate::root::{ProbeError, Root};
+use crate::root::{ProbeError, Probed, Root};
 
 /// Most refused processes, and problems, that are told of.
 const MAX_REFUSED: usize = 64;
@@ -324,7 +324,7 @@ fn may_live(root: &Root, known: &KnownProcess) -> bool {
 }
 
 /// What will not be otherwise at another try (no permission, no format) is `None`.
-fn lasting<T>(read: Result<Option<T>, ProbeError>) -> Result<Option<T>, ProbeError> {
+fn lasting<T>(read: Probed<T>) -> Probed<T> {
     match read {
         Err(e @ ProbeError::Io { .. }) if !e.is_denied() => Err(e),
         Err(_) => Ok(None),

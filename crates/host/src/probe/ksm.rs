@@ -8,12 +8,12 @@ use ebb_core::sample::{Ksm, KsmStat, VmId, VmSample};
 
 use super::process::{is_named, processes, read_run_time};
 use crate::background_look::BackgroundLook;
-use crate::root::{ParseError, ProbeError, Root, parse_number};
+use crate::root::{ParseError, Probed, Root, parse_number};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
 
 /// Reads the directory (not who else is about); `None` where KSM is not built in.
-pub fn read_ksm(root: &Root) -> Result<Option<Ksm>, ProbeError> {
+pub fn read_ksm(root: &Root) -> Probed<Ksm> {
     let Some(run) = number::<u64>(root, "run")? else { return Ok(None) };
     let count = |name| number::<u64>(root, name).map(|n| n.unwrap_or(0));
     Ok(Some(Ksm {
@@ -147,7 +147,7 @@ fn find(root: &Root, name: &str, also: impl Fn(u32) -> bool) -> Option<u32> {
 
 /// Reads `/proc/PID/ksm_stat`; `None` where the process has ended or the kernel
 /// has no such file.
-pub fn read_ksm_stat(root: &Root, pid: u32) -> Result<Option<KsmStat>, ProbeError> {
+pub fn read_ksm_stat(root: &Root, pid: u32) -> Probed<KsmStat> {
     root.parse(format!("/proc/{pid}/ksm_stat"), parse_ksm_stat)
 }
 
@@ -173,7 +173,7 @@ pub fn parse_ksm_stat(text: &str) -> Result<KsmStat, ParseError> {
 }
 
 /// One file of the directory.
-pub fn number<T: std::str::FromStr>(root: &Root, name: &str) -> Result<Option<T>, ProbeError> {
+pub fn number<T: std::str::FromStr>(root: &Root, name: &str) -> Probed<T> {
     root.parse(format!("{DIR}/{name}"), parse_number)
 }
 

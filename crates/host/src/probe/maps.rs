@@ -3,7 +3,7 @@
 
 use ebb_core::range::push;
 
-use crate::root::{ParseError, ProbeError, Root};
+use crate::root::{ParseError, Probed, Root};
 use crate::sys::Range;
 
 /// Mappings smaller than this are QEMU's own, not RAM.
@@ -14,18 +14,18 @@ const LEAST_PLUGGED: u64 = 128 << 20;
 const MAPPINGS: usize = 256;
 
 /// Reads the mappings of a process that can be guest RAM, by address.
-pub fn read_ram_mappings(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, ProbeError> {
+pub fn read_ram_mappings(root: &Root, pid: u32) -> Probed<Vec<Range>> {
     root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, false))
 }
 
 /// The same, and what lies side by side is one: ranges that are open to KSM cut RAM up.
 /// Memory of QEMU's own may be among it.
-pub fn read_ram_neighbours(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, ProbeError> {
+pub fn read_ram_neighbours(root: &Root, pid: u32) -> Probed<Vec<Range>> {
     root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, true))
 }
 
 /// Reads the mappings of a process that are not guest RAM.
-pub fn read_own_mappings(root: &Root, pid: u32) -> Result<Option<Vec<Range>>, ProbeError> {
+pub fn read_own_mappings(root: &Root, pid: u32) -> Probed<Vec<Range>> {
     root.parse(format!("/proc/{pid}/maps"), parse_own_mappings)
 }
 

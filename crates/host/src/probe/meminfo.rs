@@ -3,9 +3,9 @@
 use ebb_core::sample::Meminfo;
 use ebb_core::units::Bytes;
 
-use crate::root::{ParseError, ProbeError, Root};
+use crate::root::{ParseError, Probed, Root};
 
-pub fn read_meminfo(root: &Root) -> Result<Option<Meminfo>, ProbeError> {
+pub fn read_meminfo(root: &Root) -> Probed<Meminfo> {
     root.parse("/proc/meminfo", parse_meminfo)
 }
 

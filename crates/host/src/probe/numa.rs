@@ -10,7 +10,7 @@ use ebb_core::units::Bytes;
 
 use super::meminfo::parse_kib;
 use super::qemu::Options;
-use crate::root::{ParseError, ProbeError, Root, parse_number};
+use crate::root::{ParseError, ProbeError, Probed, Root, parse_number};
 
 const NODES: &str = "/sys/devices/system/node";
 /// The kernel's own most (`CONFIG_NODES_SHIFT` is 10 at most).
@@ -37,7 +37,7 @@ pub fn parse_list(text: &str) -> Result<Vec<u32>, ParseError> {
 }
 
 /// These nodes as a limit; `None` where one of them is gone.
-pub fn read_usage(root: &Root, nodes: &[u32]) -> Result<Option<LimitSample>, ProbeError> {
+pub fn read_usage(root: &Root, nodes: &[u32]) -> Probed<LimitSample> {
     let mut sum =
         LimitSample { path: name(nodes), nodes: nodes.to_vec(), ..LimitSample::default() };
     for node in nodes {

@@ -12,7 +12,7 @@ use ebb_core::units::{Bytes, PAGE};
 use super::maps::read_own_mappings;
 use super::pagemap::Pagemap;
 use crate::background_look::BackgroundLook;
-use crate::root::{ProbeError, Root, is_absent};
+use crate::root::{ProbeError, Probed, Root, is_absent};
 
 /// Most that is looked at: a process that reserves terabytes would keep us busy. What of more is
 /// held is not known.
@@ -26,7 +26,7 @@ const LIFE: Duration = Duration::from_secs(300);
 #[derive(Debug, Default)]
 pub struct OwnCount {
     /// Under way; with the time when it was begun.
-    look: BackgroundLook<(Instant, std::result::Result<Option<OwnMemory>, ProbeError>)>,
+    look: BackgroundLook<(Instant, Probed<OwnMemory>)>,
     due: Option<Instant>,
     every: Duration,
     counted: Option<(Instant, OwnMemory)>,
@@ -65,7 +65,7 @@ impl OwnCount {
 }
 
 /// Counts once; `None` where the process has ended, or there is too much to look at.
-pub fn count(root: &Root, pid: u32) -> std::result::Result<Option<OwnMemory>, ProbeError> {
+pub fn count(root: &Root, pid: u32) -> Probed<OwnMemory> {
     let Some(own) = read_own_mappings(root, pid)? else { return Ok(None) };
     let all = own.iter().fold(0u64, |sum, r| sum.saturating_add(r.len));
     if all == 0 || all > MOST {

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 
 use super::meminfo::parse_kib;
-use crate::root::{ParseError, ProbeError, Root, parse_number};
+use crate::root::{ParseError, ProbeError, Probed, Root, parse_number};
 
 /// The first uid of a person; those of services are below (Debian's policy, `login.defs`).
 const FIRST_USER: u32 = 1000;
@@ -90,7 +90,7 @@ pub fn is_hosts_own(root: &Root, pid: u32) -> bool {
     matches!(whose, Ok(Some(c)) if c.inner.is_none() && c.uids.iter().all(|uid| *uid == 0))
 }
 
-pub fn read_stat(root: &Root, pid: u32) -> Result<Option<Stat>, ProbeError> {
+pub fn read_stat(root: &Root, pid: u32) -> Probed<Stat> {
     root.parse(format!("/proc/{pid}/stat"), parse_stat)
 }
 
@@ -144,7 +144,7 @@ fn no_such_process(pid: u32) -> bool {
 
 /// How long a task has run, to the nanosecond: `/proc/PID/schedstat`. Of a process with
 /// several threads that is its first; `None` where the kernel does not count it.
-pub fn read_run_time(root: &Root, task: u32) -> Result<Option<Duration>, ProbeError> {
+pub fn read_run_time(root: &Root, task: u32) -> Probed<Duration> {
     root.parse(format!("/proc/{task}/schedstat"), |text| {
         let ns = text.split_ascii_whitespace().next().unwrap_or_default();
         parse_number(ns).map(Duration::from_nanos)
@@ -152,7 +152,7 @@ pub fn read_run_time(root: &Root, task: u32) -> Result<Option<Duration>, ProbeEr
 }
 
 /// Reads `/proc/PID/status`; `None` for what has no memory of its own.
-pub fn read_status(root: &Root, pid: u32) -> Result<Option<ProcessMemory>, ProbeError> {
+pub fn read_status(root: &Root, pid: u32) -> Probed<ProcessMemory> {
     Ok(root.parse(format!("/proc/{pid}/status"), parse_status)?.flatten())
 }
 
@@ -192,11 +192,7 @@ impl Watched {
     }
 
     /// Whether it is still there, and what it holds. Its file stays open where it is to be kept.
-    pub fn look(
-        &mut self,
-        root: &Root,
-        keep: bool,
-    ) -> (Life, Result<Option<ProcessMemory>, ProbeError>) {
+    pub fn look(&mut self, root: &Root, keep: bool) -> (Life, Probed<ProcessMemory>) {
         let path = format!("/proc/{}/status", self.id.pid);
         let was_open = self.file.is_some();
         let text = match root.reread(&path, &mut self.file) {
@@ -234,7 +230,7 @@ pub struct Credentials {
     pub inner: Option<u32>,
 }
 
-pub fn read_credentials(root: &Root, pid: u32) -> Result<Option<Credentials>, ProbeError> {
+pub fn read_credentials(root: &Root, pid: u32) -> Probed<Credentials> {
     root.parse(format!("/proc/{pid}/status"), parse_credentials)
 }
 

@@ -8,7 +8,7 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use ebb_core::sample::{Psi, PsiLine};
 
-use crate::root::{ParseError, ProbeError, Root};
+use crate::root::{ParseError, ProbeError, Probed, Root};
 
 pub const MEMORY: &str = "/proc/pressure/memory";
 
@@ -51,12 +51,7 @@ impl PsiTrigger {
     /// Asks for a wake-up whenever some task stalled for `stall_us` within
     /// `window_us` (both microseconds; the kernel takes windows of 0.5–10 s,
     /// from unprivileged users only multiples of 2 s). `None` without PSI.
-    pub fn open(
-        root: &Root,
-        path: &str,
-        stall_us: u32,
-        window_us: u32,
-    ) -> Result<Option<PsiTrigger>, ProbeError> {
+    pub fn open(root: &Root, path: &str, stall_us: u32, window_us: u32) -> Probed<PsiTrigger> {
         let path = root.path(path);
         let mut options = File::options();
         options.read(true).write(true);

@@ -11,7 +11,7 @@ use ebb_core::units::Bytes;
 
 use super::maps::{Mapping, parse_line};
 use super::meminfo::parse_kib;
-use crate::root::{ParseError, ProbeError, Root, is_absent};
+use crate::root::{ParseError, ProbeError, Probed, Root, is_absent};
 use crate::sys::Range;
 
 /// Most bytes read: some 700 for each mapping, of which a process has at most
@@ -40,7 +40,7 @@ pub struct Region {
 }
 
 /// Reads `/proc/PID/smaps`; `None` where the process has ended.
-pub fn read_smaps(root: &Root, pid: u32) -> Result<Option<Vec<Region>>, ProbeError> {
+pub fn read_smaps(root: &Root, pid: u32) -> Probed<Vec<Region>> {
     let path = root.path(format!("/proc/{pid}/smaps"));
     let parse = |file: File| parse_smaps(BufReader::with_capacity(64 << 10, file.take(SMAPS_MAX)));
     match File::open(&path).and_then(parse) {

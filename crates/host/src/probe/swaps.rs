@@ -5,13 +5,13 @@
 use ebb_core::sample::{SwapArea, Zram};
 use ebb_core::units::Bytes;
 
-use crate::root::{ParseError, ProbeError, Root, unescape_octal};
+use crate::root::{ParseError, ProbeError, Probed, Root, unescape_octal};
 
 /// Most areas read; Linux has at most 29 (`MAX_SWAPFILES`).
 const MAX_AREAS: usize = 64;
 
 /// Reads `/proc/swaps` and what its zram devices hold; `None` on a kernel without swap.
-pub fn read_swaps(root: &Root) -> Result<Option<Vec<SwapArea>>, ProbeError> {
+pub fn read_swaps(root: &Root) -> Probed<Vec<SwapArea>> {
     let Some(mut areas) = root.parse("/proc/swaps", parse_swaps)? else { return Ok(None) };
     for area in &mut areas {
         if let Some(device) = zram_device(&area.path) {

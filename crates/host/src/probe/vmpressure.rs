@@ -12,7 +12,7 @@ use ebb_core::sample::VmPressure;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::cgroup::{Hierarchy, Version};
-use crate::root::{ProbeError, Root};
+use crate::root::{ProbeError, Probed, Root};
 
 #[derive(Debug)]
 pub struct PressureEvents {
@@ -25,7 +25,7 @@ pub struct PressureEvents {
 impl PressureEvents {
     /// Registers for all three levels; `None` on v2 and where the kernel has no
     /// such file.
-    pub fn open(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<Option<Self>, ProbeError> {
+    pub fn open(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<Self> {
         let dir = match (h.version, h.directory(cgroup)) {
             (Version::V1, Some(dir)) => root.path(dir),
             _ => return Ok(None),

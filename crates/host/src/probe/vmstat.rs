@@ -2,9 +2,9 @@
 
 use ebb_core::sample::Vmstat;
 
-use crate::root::{ParseError, ProbeError, Root};
+use crate::root::{ParseError, Probed, Root};
 
-pub fn read_vmstat(root: &Root) -> Result<Option<Vmstat>, ProbeError> {
+pub fn read_vmstat(root: &Root) -> Probed<Vmstat> {
     root.parse("/proc/vmstat", parse_vmstat)
 }
 

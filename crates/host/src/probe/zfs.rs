@@ -4,9 +4,9 @@
 use ebb_core::sample::ZfsArc;
 use ebb_core::units::Bytes;
 
-use crate::root::{ParseError, ProbeError, Root};
+use crate::root::{ParseError, Probed, Root};
 
-pub fn read_arcstats(root: &Root) -> Result<Option<ZfsArc>, ProbeError> {
+pub fn read_arcstats(root: &Root) -> Probed<ZfsArc> {
     root.parse("/proc/spl/kstat/zfs/arcstats", parse_arcstats)
 }
 

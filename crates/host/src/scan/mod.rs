@@ -47,7 +47,7 @@ pub use self::walk::Listing;
 use crate::probe::ksm::read_ksm_stat;
 use crate::probe::psi;
 use crate::probe::regions::{Region, guest_ram, read_smaps, unmergeable};
-use crate::root::{ProbeError, Root};
+use crate::root::{Probed, Root};
 use crate::sys::Range;
 
 /// Most threads; more gain nothing where memory is the limit.
@@ -83,12 +83,7 @@ pub struct Found {
 
 impl Found {
     /// Looks at a VM's mappings; `None` where it has ended.
-    pub fn look(
-        root: &Root,
-        id: VmId,
-        name: &str,
-        group: &str,
-    ) -> Result<Option<Found>, ProbeError> {
+    pub fn look(root: &Root, id: VmId, name: &str, group: &str) -> Probed<Found> {
         let Some(regions) = read_smaps(root, id.pid)? else { return Ok(None) };
         let ram = guest_ram(&regions);
         let merging =
