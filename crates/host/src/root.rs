@@ -195,11 +195,7 @@ impl Root {
             let below = path.strip_prefix(&self.prefix).unwrap_or(path);
             faults(&Path::new("/").join(below))
         });
-        match fault.map_or_else(there, |fault| fault.and_then(told)) {
-            Ok(value) => Ok(Some(value)),
-            Err(error) if is_absent(&error) => Ok(None),
-            Err(error) => Err(ProbeError::Io { path: path.to_owned(), error }),
-        }
+        probed(path, fault.map_or_else(there, |fault| fault.and_then(told)))
     }
 
     /// The same as text; bytes that are not UTF-8 become U+FFFD.
@@ -239,6 +235,15 @@ fn read_from_start(file: &File) -> io::Result<Vec<u8>> {
         if bytes.len() < bytes.capacity() || bytes.len() as u64 >= MAX_FILE {
             return Ok(bytes);
         }
+    }
+}
+
+/// What a system call gave for a path: what is absent is `None`, other errors name the path.
+pub(crate) fn probed<T>(path: &Path, result: io::Result<T>) -> Probed<T> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if is_absent(&error) => Ok(None),
+        Err(error) => Err(ProbeError::Io { path: path.to_owned(), error }),
     }
 }
 

@@ -12,7 +12,7 @@ use ebb_core::units::{Bytes, PAGE};
 use super::maps::read_own_mappings;
 use super::pagemap::Pagemap;
 use crate::background_look::BackgroundLook;
-use crate::root::{ProbeError, Probed, Root, is_absent};
+use crate::root::{Probed, Root, probed};
 
 /// Most that is looked at: a process that reserves terabytes would keep us busy. What of more is
 /// held is not known.
@@ -85,13 +85,7 @@ pub fn count(root: &Root, pid: u32) -> Probed<OwnMemory> {
         };
         own.into_iter().try_for_each(each)
     });
-    match read {
-        Ok(()) => Ok(Some(counted)),
-        Err(e) if is_absent(&e) => Ok(None),
-        Err(error) => {
-            Err(ProbeError::Io { path: root.path(format!("/proc/{pid}/pagemap")), error })
-        }
-    }
+    probed(&root.path(format!("/proc/{pid}/pagemap")), read.map(|()| counted))
 }
 
 #[cfg(test)]

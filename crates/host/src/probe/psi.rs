@@ -8,7 +8,7 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use ebb_core::sample::{Psi, PsiLine};
 
-use crate::root::{ParseError, ProbeError, Probed, Root};
+use crate::root::{ParseError, Probed, Root, probed};
 
 pub const MEMORY: &str = "/proc/pressure/memory";
 
@@ -60,14 +60,7 @@ impl PsiTrigger {
             f.write_all(format!("some {stall_us} {window_us}\0").as_bytes())?;
             Ok(f)
         });
-        match opened {
-            Ok(file) => Ok(Some(PsiTrigger(file))),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(e) if e.raw_os_error() == Some(rustix::io::Errno::OPNOTSUPP.raw_os_error()) => {
-                Ok(None)
-            }
-            Err(error) => Err(ProbeError::Io { path, error }),
-        }
+        Ok(probed(&path, opened)?.map(PsiTrigger))
     }
 
     /// For `poll`; `POLLPRI` is a trigger, `POLLERR` means that it is gone.

@@ -11,7 +11,7 @@ use ebb_core::units::Bytes;
 
 use super::maps::{Mapping, parse_line};
 use super::meminfo::parse_kib;
-use crate::root::{ParseError, ProbeError, Probed, Root, is_absent};
+use crate::root::{ParseError, ProbeError, Probed, Root, probed};
 use crate::sys::Range;
 
 /// Most bytes read: some 700 for each mapping, of which a process has at most
@@ -43,13 +43,10 @@ pub struct Region {
 pub fn read_smaps(root: &Root, pid: u32) -> Probed<Vec<Region>> {
     let path = root.path(format!("/proc/{pid}/smaps"));
     let parse = |file: File| parse_smaps(BufReader::with_capacity(64 << 10, file.take(SMAPS_MAX)));
-    match File::open(&path).and_then(parse) {
-        // A process without memory of its own is one that has ended.
-        Ok(Ok(regions)) => Ok(Some(regions).filter(|r| !r.is_empty())),
-        Ok(Err(error)) => Err(ProbeError::Parse { path, error }),
-        Err(e) if is_absent(&e) => Ok(None),
-        Err(error) => Err(ProbeError::Io { path, error }),
-    }
+    let Some(parsed) = probed(&path, File::open(&path).and_then(parse))? else { return Ok(None) };
+    let regions = parsed.map_err(|error| ProbeError::Parse { path, error })?;
+    // A process without memory of its own is one that has ended.
+    Ok(Some(regions).filter(|r| !r.is_empty()))
 }
 
 /// The mappings in a text. The outer error is that of reading it.

@@ -10,9 +10,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use ebb_core::sample::VmPressure;
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
 
 use super::cgroup::{Hierarchy, Version};
-use crate::root::{ProbeError, Probed, Root};
+use crate::root::{ProbeError, Probed, Root, probed};
 
 #[derive(Debug)]
 pub struct PressureEvents {
@@ -31,18 +32,10 @@ impl PressureEvents {
             _ => return Ok(None),
         };
         let path = dir.join("memory.pressure_level");
-        let fail = |path: &std::path::Path| {
-            let path = path.to_owned();
-            move |error: std::io::Error| ProbeError::Io { path, error }
-        };
-        let level = match File::open(&path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            other => other.map_err(fail(&path))?,
-        };
-        let event = || {
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-                .map_err(|e| fail(&path)(e.into()))
-        };
+        let Some(level) = probed(&path, File::open(&path))? else { return Ok(None) };
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let failed = |e: Errno| ProbeError::Io { path: path.clone(), error: e.into() };
+        let event = || eventfd(0, flags).map_err(failed);
         let levels = [event()?, event()?, event()?];
         let control = dir.join("cgroup.event_control");
         for (fd, name) in levels.iter().zip(["low", "medium", "critical"]) {
@@ -51,7 +44,7 @@ impl PressureEvents {
                 |mode: &str| format!("{} {} {name}{mode}", fd.as_raw_fd(), level.as_raw_fd());
             std::fs::write(&control, line(",hierarchy"))
                 .or_else(|_| std::fs::write(&control, line("")))
-                .map_err(fail(&control))?;
+                .map_err(|error| ProbeError::Io { path: control.clone(), error })?;
         }
         Ok(Some(PressureEvents { cgroup: cgroup.to_owned(), levels, _level: level }))
     }
