@@ -8,6 +8,15 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// What the file holds; `None`: there is none.
+pub fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
+    match fs::read(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        text => Ok(Some(serde_json::from_slice(&text?)?)),
+    }
+}
 
 /// Replaces this file by a value as JSON, on disk when it returns. Its folder is made where
 /// there is none. On an error the file is as it was.

@@ -39,24 +39,20 @@ impl HandsOffs {
     pub fn load(file: Option<PathBuf>, now: Stamp) -> (HandsOffs, Option<String>) {
         let mut found = HandsOffs { file, ..HandsOffs::default() };
         let Some(path) = &found.file else { return (found, None) };
-        let read = match std::fs::read(path) {
-            Ok(text) => serde_json::from_slice::<Written>(&text)
-                .map_err(|e| format!("{}: {e}", path.display())),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Written::default()),
-            Err(e) => Err(format!("{}: {e}", path.display())),
-        };
-        match read {
+        match durable::read(path) {
             Ok(written) => {
+                let Written { until, unknown } = written.unwrap_or_default();
                 // A file that has outlived the machine's clock says nothing of now.
                 let most = now.plus(MOST_MS);
-                let until = written.until.into_iter();
-                found.until = until.filter(|(_, until)| *until <= most).collect();
-                found.unknown = written.unknown.filter(|(until, _)| *until <= most);
+                found.until = until.into_iter().filter(|(_, until)| *until <= most).collect();
+                found.unknown = unknown.filter(|(until, _)| *until <= most);
                 (found, None)
             }
-            Err(why) => {
+            Err(e) => {
+                let why =
+                    format!("{}: {e}: all VMs are left alone for ten minutes", path.display());
                 found.unknown = Some((now.plus(UNKNOWN_MS), BTreeSet::new()));
-                (found, Some(format!("{why}: all VMs are left alone for ten minutes")))
+                (found, Some(why))
             }
         }
     }

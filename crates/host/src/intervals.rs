@@ -19,8 +19,7 @@ impl Intervals {
     /// What the file says. One that cannot be read says nothing: QEMU goes on asking as often as
     /// Ebb wants it.
     pub fn load(file: Option<PathBuf>) -> Intervals {
-        let text = file.as_ref().and_then(|file| std::fs::read(file).ok());
-        let all: Option<Vec<_>> = text.and_then(|text| serde_json::from_slice(&text).ok());
+        let all: Option<Vec<_>> = file.as_ref().and_then(|file| durable::read(file).ok()?);
         Intervals { file, was: all.unwrap_or_default().into_iter().collect() }
     }
 

@@ -194,10 +194,8 @@ impl KsmOwner {
     }
 
     fn set(&self, knob: &str, value: &str) -> Result<(), KsmError> {
-        match self.read(knob)? {
-            None => return Ok(()),
-            Some(now) if now == value => return Ok(()),
-            Some(_) => {}
+        if self.read(knob)?.is_none_or(|now| now == value) {
+            return Ok(());
         }
         debug_assert!(knob != "run" || value != "2", "see `unmerge`");
         let path = self.path(knob);
@@ -206,15 +204,11 @@ impl KsmOwner {
 
     fn written(&self) -> Result<Option<BTreeMap<String, String>>, KsmError> {
         let damaged = |why: String| KsmError::Damaged { path: self.state.clone(), why };
-        let text = match fs::read_to_string(&self.state) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other.map_err(|e| damaged(e.to_string()))?,
-        };
-        let saved: BTreeMap<String, String> =
-            serde_json::from_str(&text).map_err(|e| damaged(e.to_string()))?;
-        match saved.contains_key("run") {
-            true => Ok(Some(saved)),
-            false => Err(damaged("no “run” in it".into())),
+        let saved: Option<BTreeMap<String, String>> =
+            durable::read(&self.state).map_err(|e| damaged(e.to_string()))?;
+        match saved {
+            Some(saved) if !saved.contains_key("run") => Err(damaged("no “run” in it".into())),
+            saved => Ok(saved),
         }
     }
 
