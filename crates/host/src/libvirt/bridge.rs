@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use self::question::{Need, Question};
-use super::calls::{self, Domain, Event, Numbers, Procedure};
+use super::calls::{self, Domain, Event, Numbers, Request, bad_answer};
 use super::description::{Balloon, Description, VirtioMem};
 use super::rpc::Refused;
 use crate::qmp_balloon::{DEVICE_FOLDERS, INTERVAL, STATS};
@@ -53,7 +53,7 @@ pub(super) enum Purpose {
     Period(Value, u64),
 }
 
-pub(super) type Call = (Purpose, Procedure, Vec<u8>);
+pub(super) type Call = (Purpose, Request);
 
 #[derive(Debug, Default)]
 pub(super) struct Bridge {
@@ -164,8 +164,8 @@ impl Bridge {
                     return self.refused(&id, SAVED);
                 }
                 self.moved = Some(now);
-                let args = calls::set_memory(domain, size / 1024);
-                return self.orders.push_back((Purpose::Order(id), calls::SET_MEMORY, args));
+                let request = calls::set_memory(domain, size / 1024);
+                return self.orders.push_back((Purpose::Order(id), request));
             }
             "qom-set" if is(INTERVAL) => {
                 if on_the_spot && self.monitor {
@@ -184,9 +184,8 @@ impl Bridge {
                     false => seconds,
                 };
                 self.is_quick = on_the_spot;
-                let args = calls::set_period(domain, i32::try_from(seconds).unwrap_or(i32::MAX));
-                let call = (Purpose::Period(id, seconds), calls::SET_PERIOD, args);
-                return self.orders.push_back(call);
+                let request = calls::set_period(domain, seconds.try_into().unwrap_or(i32::MAX));
+                return self.orders.push_back((Purpose::Period(id, seconds), request));
             }
             // QEMU is asked where that is allowed: what libvirt knows may be a second old.
             _ if self.monitor => return self.pass(id, all),
@@ -216,16 +215,16 @@ impl Bridge {
         if let Some(all) = command.as_object_mut() {
             all.remove("id");
         }
-        let args = calls::monitor(domain, &command.to_string());
-        self.orders.push_back((Purpose::Monitor(id), calls::MONITOR, args));
+        let request = calls::monitor(domain, &command.to_string());
+        self.orders.push_back((Purpose::Monitor(id), request));
     }
 
     /// The next call to be made, while none is under way.
     pub fn next_call(&mut self, now: Instant) -> Option<Call> {
         let Some(domain) = &self.domain else {
-            return Some((Purpose::LookUp, calls::LOOK_UP, calls::look_up(&self.name)));
+            return Some((Purpose::LookUp, calls::look_up(&self.name)));
         };
-        let describe = || Some((Purpose::Describe, calls::DESCRIBE, calls::describe(domain)));
+        let describe = || Some((Purpose::Describe, calls::describe(domain)));
         if !self.greeted {
             return describe();
         }
@@ -240,10 +239,8 @@ impl Bridge {
             return describe();
         }
         match self.questions.iter().map(|q| q.need).find(|n| !n.is_bulk())? {
-            Need::Memory => {
-                Some((Purpose::Memory(now), calls::MEMORY_STATS, calls::memory_stats(domain)))
-            }
-            Need::Job => Some((Purpose::Job(now), calls::JOB, calls::job(domain))),
+            Need::Memory => Some((Purpose::Memory(now), calls::memory_stats(domain))),
+            Need::Job => Some((Purpose::Job(now), calls::job(domain))),
             _ => describe(),
         }
     }
@@ -262,12 +259,11 @@ impl Bridge {
         result: Result<Vec<u8>, Refused>,
         now: Instant,
     ) -> Result<(), String> {
-        let odd = |e: &dyn std::fmt::Display| format!("libvirt's answer: {e}");
         match (purpose, result) {
             (Purpose::LookUp, result) => self.domain = Some(calls::running(&self.name, result)?),
             (Purpose::Describe, result) => {
                 let xml = result.map_err(|e| e.to_string())?;
-                let xml = calls::text(&xml).map_err(|e| odd(&e))?;
+                let xml = calls::text(&xml).map_err(bad_answer)?;
                 let Description { balloon, virtio_mem } = Description::of(&xml)?;
                 (self.balloon, self.virtio_mem) = (balloon, virtio_mem);
                 self.described = Some(now);
@@ -283,13 +279,13 @@ impl Bridge {
                 }
             }
             (Purpose::Memory(asked), Ok(stats)) => {
-                let stats = calls::memory_stats_of(&stats).map_err(|e| odd(&e))?;
+                let stats = calls::memory_stats_of(&stats).map_err(bad_answer)?;
                 self.forget_words();
                 self.numbers.extend(stats);
                 self.memory = Some(asked);
             }
             (Purpose::Job(asked), Ok(job)) => {
-                self.job = Some((asked, calls::is_busy(&job).map_err(|e| odd(&e))?));
+                self.job = Some((asked, calls::is_busy(&job).map_err(bad_answer)?));
             }
             (Purpose::Order(id), Ok(_)) => {
                 self.moved = Some(now);
@@ -300,7 +296,7 @@ impl Bridge {
                 self.done(&id, json!({}));
             }
             (Purpose::Monitor(id), Ok(said)) => {
-                let said = calls::text(&said).map_err(|e| odd(&e))?;
+                let said = calls::text(&said).map_err(bad_answer)?;
                 self.pass_on(&id, &said);
             }
             (Purpose::Memory(_), Err(e)) => self.refuse_all(Need::Memory, &e.message),
@@ -405,31 +401,28 @@ impl Bridge {
     }
 
     fn settle(&mut self, now: Instant) {
-        for q in std::mem::take(&mut self.questions) {
+        let is_known = |q: &mut Question| {
             let since = |at: Option<Instant>| at.is_some_and(|at| at + TOGETHER >= q.at);
-            let known = match q.need {
+            match q.need {
                 Need::State => since(self.state),
                 Need::Bulk => since(self.bulk) && self.described.is_some(),
                 Need::Memory => since(self.memory),
                 Need::Job => self.job.is_some_and(|(at, _)| now - at < JOB_EVERY),
                 Need::DescriptionNow => since(self.described),
                 Need::Description => self.described.is_some_and(|at| now - at < DESCRIBED_FOR),
-            };
-            match known {
-                true => match self.answer(&q.command) {
-                    Ok(value) => self.done(&q.id, value),
-                    Err(why) => self.refused(&q.id, &why),
-                },
-                false => self.questions.push(q),
+            }
+        };
+        let known: Vec<Question> = self.questions.extract_if(.., is_known).collect();
+        for q in known {
+            match self.answer(&q.command) {
+                Ok(value) => self.done(&q.id, value),
+                Err(why) => self.refused(&q.id, &why),
             }
         }
     }
 
     fn refuse_all(&mut self, need: Need, why: &str) {
-        let (gone, left) = std::mem::take(&mut self.questions)
-            .into_iter()
-            .partition::<Vec<_>, _>(|q| q.need == need);
-        self.questions = left;
+        let gone: Vec<Question> = self.questions.extract_if(.., |q| q.need == need).collect();
         gone.iter().for_each(|q| self.refused(&q.id, why));
     }
 

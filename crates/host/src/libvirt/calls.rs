@@ -1,7 +1,7 @@
 //! The procedures of libvirt that Ebb calls and the events that it hears: their numbers,
 //! arguments and results. Source: libvirt `src/remote/remote_protocol.x`,
 //! `src/remote/qemu_protocol.x`, `include/libvirt/libvirt-domain.h`. A function that is named
-//! like a procedure makes its arguments.
+//! like a procedure makes a call of it.
 
 use std::collections::BTreeMap;
 
@@ -12,6 +12,8 @@ use super::xdr::{Malformed, Reader, Writer};
 pub type Numbers = BTreeMap<String, u64>;
 /// Program and number of a procedure.
 pub type Procedure = (u32, u32);
+/// What is called, with its arguments in bytes.
+pub type Request = (Procedure, Vec<u8>);
 /// How clients are to authenticate. With polkit root need not; SASL is not supported.
 pub const AUTH_LIST: Procedure = (REMOTE, 66);
 /// Which hypervisor, by its URI.
@@ -77,17 +79,17 @@ impl Domain {
     }
 }
 
-pub fn open(uri: &str) -> Vec<u8> {
-    Writer::default().some_text(uri).u32(0).done()
+pub fn open(uri: &str) -> Request {
+    (OPEN, Writer::default().some_text(uri).u32(0).done())
 }
 
-/// Arguments of [`REGISTER`], for all domains.
-pub fn register(event: u32) -> Vec<u8> {
-    Writer::default().u32(event).u32(0).done()
+/// For events of all domains.
+pub fn register(event: u32) -> Request {
+    (REGISTER, Writer::default().u32(event).u32(0).done())
 }
 
-pub fn look_up(name: &str) -> Vec<u8> {
-    Writer::default().text(name).done()
+pub fn look_up(name: &str) -> Request {
+    (LOOK_UP, Writer::default().text(name).done())
 }
 
 pub fn looked_up(result: &[u8]) -> Result<Domain, Malformed> {
@@ -97,33 +99,37 @@ pub fn looked_up(result: &[u8]) -> Result<Domain, Malformed> {
 /// The domain of an answer to [`LOOK_UP`], if it runs.
 pub(super) fn running(name: &str, result: Result<Vec<u8>, Refused>) -> Result<Domain, String> {
     let found = result.map_err(|e| e.to_string())?;
-    match looked_up(&found).map_err(|e| format!("libvirt's answer: {e}"))? {
+    match looked_up(&found).map_err(bad_answer)? {
         domain if domain.id >= 0 => Ok(domain),
         _ => Err(format!("libvirt says that “{name}” does not run")),
     }
 }
 
-pub fn describe(domain: &Domain) -> Vec<u8> {
-    domain.args().u32(0).done()
+/// What is wrong with an answer that cannot be read, for people.
+pub(super) fn bad_answer(e: Malformed) -> String {
+    format!("libvirt's answer: {e}")
+}
+
+pub fn describe(domain: &Domain) -> Request {
+    (DESCRIBE, domain.args().u32(0).done())
 }
 
 /// `VIR_DOMAIN_METADATA_ELEMENT`.
 const ELEMENT: i32 = 2;
 
-/// Arguments of [`METADATA`], for a namespace and what holds while the domain runs.
-pub fn metadata(domain: &Domain, namespace: &str) -> Vec<u8> {
-    domain.args().i32(ELEMENT).some_text(namespace).u32(LIVE).done()
+/// Of a namespace, what holds while the domain runs.
+pub fn metadata(domain: &Domain, namespace: &str) -> Request {
+    (METADATA, domain.args().i32(ELEMENT).some_text(namespace).u32(LIVE).done())
 }
 
-/// Arguments of [`SET_METADATA`], for a namespace, its prefix and what holds while the domain
-/// runs; `None` removes the element.
-pub fn set_metadata(domain: &Domain, (namespace, key): (&str, &str), xml: Option<&str>) -> Vec<u8> {
+/// Of a namespace with its prefix, what holds while the domain runs; `None` removes the element.
+pub fn set_metadata(domain: &Domain, (namespace, key): (&str, &str), xml: Option<&str>) -> Request {
     let w = domain.args().i32(ELEMENT);
     let w = match xml {
         Some(xml) => w.some_text(xml),
         None => w.u32(0),
     };
-    w.some_text(key).some_text(namespace).u32(LIVE).done()
+    (SET_METADATA, w.some_text(key).some_text(namespace).u32(LIVE).done())
 }
 
 /// The one text that [`DESCRIBE`], [`METADATA`] and [`MONITOR`] return.
@@ -131,9 +137,9 @@ pub fn text(result: &[u8]) -> Result<String, Malformed> {
     Reader(result).text()
 }
 
-pub fn all_stats<'a>(domains: impl ExactSizeIterator<Item = &'a Domain>) -> Vec<u8> {
+pub fn all_stats<'a>(domains: impl ExactSizeIterator<Item = &'a Domain>) -> Request {
     let w = Writer::default().u32(domains.len() as u32);
-    domains.fold(w, |w, d| d.write(w)).u32(STATS).u32(NOWAIT).done()
+    (ALL_STATS, domains.fold(w, |w, d| d.write(w)).u32(STATS).u32(NOWAIT).done())
 }
 
 /// The result of [`ALL_STATS`]: numbers by name, of each domain.
@@ -185,8 +191,8 @@ fn is_read(name: &str) -> bool {
     }
 }
 
-pub fn memory_stats(domain: &Domain) -> Vec<u8> {
-    domain.args().u32(MEMORY_STATS_MAX).u32(0).done()
+pub fn memory_stats(domain: &Domain) -> Request {
+    (MEMORY_STATS, domain.args().u32(MEMORY_STATS_MAX).u32(0).done())
 }
 
 /// The result of [`MEMORY_STATS`], by the names that [`ALL_STATS`] has for it.
@@ -198,8 +204,8 @@ pub fn memory_stats_of(result: &[u8]) -> Result<Numbers, Malformed> {
     Ok(named.collect())
 }
 
-pub fn job(domain: &Domain) -> Vec<u8> {
-    domain.args().u32(0).done()
+pub fn job(domain: &Domain) -> Request {
+    (JOB, domain.args().u32(0).done())
 }
 
 /// `VIR_DOMAIN_JOB_OPERATION`, and of its values `VIR_DOMAIN_JOB_OPERATION_BACKUP`: libvirt goes on
@@ -218,16 +224,16 @@ pub fn is_busy(result: &[u8]) -> Result<bool, Malformed> {
     Ok(told.get(name) != Some(&backup))
 }
 
-pub fn set_memory(domain: &Domain, kib: u64) -> Vec<u8> {
-    domain.args().u64(kib).u32(LIVE).done()
+pub fn set_memory(domain: &Domain, kib: u64) -> Request {
+    (SET_MEMORY, domain.args().u64(kib).u32(LIVE).done())
 }
 
-pub fn set_period(domain: &Domain, seconds: i32) -> Vec<u8> {
-    domain.args().i32(seconds).u32(LIVE).done()
+pub fn set_period(domain: &Domain, seconds: i32) -> Request {
+    (SET_PERIOD, domain.args().i32(seconds).u32(LIVE).done())
 }
 
-pub fn monitor(domain: &Domain, command: &str) -> Vec<u8> {
-    domain.args().text(command).u32(0).done()
+pub fn monitor(domain: &Domain, command: &str) -> Request {
+    (MONITOR, domain.args().text(command).u32(0).done())
 }
 
 /// An event of a domain that matters.

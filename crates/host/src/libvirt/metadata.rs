@@ -8,8 +8,8 @@ use ebb_core::config::{Metadata, NAMESPACE, Overrides};
 use ebb_core::text::{in_command, printable};
 use ebb_core::units::Bytes;
 
+use super::calls;
 use super::rpc::Refused;
-use super::{calls, xdr::Malformed};
 
 /// What a problem with metadata has as its source.
 pub const METADATA: &str = "libvirt metadata";
@@ -19,7 +19,7 @@ pub(super) const NOTE: (&str, &str) = ("urn:ebb:balloon:1", "ebb-balloon");
 const MAX_TEXT: usize = 16 << 10;
 const MOST_NODES: u32 = 100;
 /// `VIR_ERR_NO_DOMAIN_METADATA`.
-pub(super) const NO_METADATA: i32 = 80;
+const NO_METADATA: i32 = 80;
 /// Most characters of an element's name that a message repeats.
 const MAX_NAME: usize = 40;
 
@@ -63,21 +63,22 @@ pub fn noted(xml: &str) -> Option<Bytes> {
     its("others")?.parse::<u64>().ok()?.checked_mul(1 << 10).map(Bytes)
 }
 
-/// What libvirt's answer says of a domain; an error is libvirt's.
-pub(super) fn of_answer(
-    domain: &str,
-    answer: Result<Vec<u8>, Refused>,
-) -> Result<Result<Metadata, Refused>, Malformed> {
-    let xml = match answer {
-        Ok(answer) => calls::text(&answer)?,
-        Err(e) if e.code == NO_METADATA => return Ok(Ok(Metadata::None)),
-        Err(e) => return Ok(Err(e)),
-    };
-    Ok(Ok(match settings(&xml) {
+/// The element in libvirt's answer, if there is one; an error is for people.
+pub(super) fn element(answer: Result<Vec<u8>, Refused>) -> Result<Option<String>, String> {
+    match answer {
+        Ok(answer) => calls::text(&answer).map(Some).map_err(calls::bad_answer),
+        Err(e) if e.code == NO_METADATA => Ok(None),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+/// What a domain's element says.
+pub(super) fn said(domain: &str, element: &str) -> Metadata {
+    match settings(element) {
         Ok(its) if its.is_empty() => Metadata::None,
         Ok(its) => Metadata::Says(its),
         Err(why) => Metadata::Wrong(wrong(domain, &why)),
-    }))
+    }
 }
 
 fn wrong(domain: &str, why: &str) -> String {
@@ -160,7 +161,7 @@ mod tests {
     #[test]
     fn what_is_wrong_is_said_with_domain_attribute_and_command() {
         let text = |xml: &str| Ok(Writer::default().text(xml).done());
-        let of = |domain, xml| match of_answer(domain, text(xml)).unwrap().unwrap() {
+        let of = |domain, xml| match said(domain, &element(text(xml)).unwrap().unwrap()) {
             Metadata::Wrong(why) => why,
             other => panic!("{other:?}"),
         };
@@ -170,10 +171,10 @@ mod tests {
         let why = of("a;reboot", "<memory weight='heavy'/>");
         assert!(why.contains("virsh metadata NAME --uri"), "{why}");
         let none = Refused { code: NO_METADATA, message: "none".into() };
-        assert_eq!(of_answer("a", Err(none)), Ok(Ok(Metadata::None)));
+        assert_eq!(element(Err(none)), Ok(None));
         let denied = Refused { code: 88, message: "access denied".into() };
-        assert_eq!(of_answer("a", Err(denied.clone())), Ok(Err(denied)));
-        assert!(of_answer("a", Ok(vec![0, 0, 0, 9])).is_err());
+        assert_eq!(element(Err(denied)), Err("access denied".into()));
+        assert!(element(Ok(vec![0, 0, 0, 9])).is_err());
     }
 
     proptest! {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ebb_core::config::{Metadata, NAMESPACE};
 use ebb_core::units::Bytes;
 
-use super::calls::{self, Domain, Event, Procedure};
+use super::calls::{self, Domain, Event, Request};
 use super::metadata::{self, NOTE};
 use super::rpc::Refused;
 use crate::lock;
@@ -120,26 +120,23 @@ impl Watcher {
         })
     }
 
-    pub fn call(&mut self, now: Instant) -> (Step, Procedure, Vec<u8>) {
+    pub fn call(&mut self, now: Instant) -> (Step, Request) {
         self.busy = true;
         let Some(domain) = &self.domain else {
-            return (Step::LookUp, calls::LOOK_UP, calls::look_up(&self.name));
+            return (Step::LookUp, calls::look_up(&self.name));
         };
         let reads = self.read.is_none_or(|at| now >= at + READ_EVERY);
         let state = self.watch.state();
         match state.to_write() {
-            _ if state.there.is_none() => {
-                (Step::ReadNote, calls::METADATA, calls::metadata(domain, NOTE.0))
-            }
+            _ if state.there.is_none() => (Step::ReadNote, calls::metadata(domain, NOTE.0)),
             Some(note) if self.write_at(now).is_some_and(|at| at <= now) && !reads => {
                 self.written = Some(now);
                 let xml = note.map(metadata::note);
-                let call = calls::set_metadata(domain, NOTE, xml.as_deref());
-                (Step::Write(note), calls::SET_METADATA, call)
+                (Step::Write(note), calls::set_metadata(domain, NOTE, xml.as_deref()))
             }
             _ => {
                 self.read = Some(now);
-                (Step::Read, calls::METADATA, calls::metadata(domain, NAMESPACE))
+                (Step::Read, calls::metadata(domain, NAMESPACE))
             }
         }
     }
@@ -147,15 +144,10 @@ impl Watcher {
     /// It was answered. An error ends the watch.
     pub fn answered(&mut self, step: Step, result: Result<Vec<u8>, Refused>) -> Result<(), String> {
         self.busy = false;
-        let odd = |e: &dyn std::fmt::Display| format!("libvirt's answer: {e}");
         match step {
             Step::LookUp => self.domain = Some(calls::running(&self.name, result)?),
             Step::ReadNote => {
-                let noted = match result {
-                    Ok(answer) => metadata::noted(&calls::text(&answer).map_err(|e| odd(&e))?),
-                    Err(e) if e.code == metadata::NO_METADATA => None,
-                    Err(e) => return Err(e.to_string()),
-                };
+                let noted = metadata::element(result)?.and_then(|xml| metadata::noted(&xml));
                 self.watch.tell(|state| (state.noted, state.there) = (noted, Some(noted)));
             }
             // One that was refused is tried again later: libvirt may have had a job on the domain.
@@ -164,8 +156,8 @@ impl Watcher {
                 Err(why) => state.refused = Some(why.to_string()),
             }),
             Step::Read => {
-                let said = metadata::of_answer(&self.name, result).map_err(|e| odd(&e))?;
-                let said = said.map_err(|e| e.to_string())?;
+                let element = metadata::element(result)?;
+                let said = element.map_or(Metadata::None, |xml| metadata::said(&self.name, &xml));
                 self.watch.tell(|state| state.metadata = Some(said));
             }
         }

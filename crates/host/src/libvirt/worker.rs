@@ -21,7 +21,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use super::bridge::{Bridge, Purpose};
-use super::calls::{self, Domain, Numbers, Procedure};
+use super::calls::{self, Domain, Numbers, Request};
 use super::rpc::{Heard, Refused, Rpc};
 use super::watch::{Step, Watch, Watcher};
 use super::{Address, Attach, PATIENCE, WorkerRequest};
@@ -213,12 +213,12 @@ impl Connection {
             open: false,
             tells: false,
         };
-        new.call(calls::AUTH_LIST, &[], For::Auth);
+        new.call((calls::AUTH_LIST, Vec::new()), For::Auth);
         Ok(new)
     }
 
-    fn call(&mut self, (program, procedure): Procedure, arguments: &[u8], purpose: For) {
-        let serial = self.rpc.call(program, procedure, arguments);
+    fn call(&mut self, ((program, procedure), arguments): Request, purpose: For) {
+        let serial = self.rpc.call(program, procedure, &arguments);
         self.calls.insert(serial, purpose);
     }
 
@@ -334,9 +334,9 @@ impl Daemon {
             let Some(domain) = self.clients.get(&key).and_then(|c| c.bridge.domain.as_ref()) else {
                 continue;
             };
-            let arguments = calls::all_stats(std::iter::once(domain));
+            let request = calls::all_stats(std::iter::once(domain));
             let Some(i) = self.free(CONNECTIONS) else { break };
-            self.connections[i].call(calls::ALL_STATS, &arguments, For::Alone(key, now));
+            self.connections[i].call(request, For::Alone(key, now));
             self.clients.entry(key).and_modify(|c| c.busy = true);
         }
         if !self.clients.values().any(|c| !c.alone && wanted(c)) {
@@ -353,8 +353,8 @@ impl Daemon {
         };
         let together = self.clients.values().filter(|c| !c.alone);
         let domains: Vec<_> = together.filter_map(|c| c.bridge.domain.as_ref()).collect();
-        let arguments = calls::all_stats(domains.into_iter());
-        self.connections[i].call(calls::ALL_STATS, &arguments, For::Bulk(now));
+        let request = calls::all_stats(domains.into_iter());
+        self.connections[i].call(request, For::Bulk(now));
         (self.bulk, self.gather) = (Some(now), None);
     }
 
@@ -369,11 +369,9 @@ impl Daemon {
             let most = if client.bridge.has_order() { FOR_ORDERS } else { CONNECTIONS };
             let Some(i) = self.free(most) else { continue };
             let Some(client) = self.clients.get_mut(&key) else { continue };
-            let Some((purpose, procedure, arguments)) = client.bridge.next_call(now) else {
-                continue;
-            };
+            let Some((purpose, request)) = client.bridge.next_call(now) else { continue };
             client.busy = true;
-            self.connections[i].call(procedure, &arguments, For::Domain(key, purpose));
+            self.connections[i].call(request, For::Domain(key, purpose));
         }
     }
 
@@ -384,8 +382,8 @@ impl Daemon {
         for key in keys {
             let Some(i) = self.free(CONNECTIONS) else { return };
             let Some(watcher) = self.watchers.get_mut(&key) else { continue };
-            let (step, procedure, arguments) = watcher.call(now);
-            self.connections[i].call(procedure, &arguments, For::Watch(key, step));
+            let (step, request) = watcher.call(now);
+            self.connections[i].call(request, For::Watch(key, step));
         }
     }
 
@@ -512,16 +510,13 @@ impl Daemon {
         let path = self.address.socket.display();
         result.map_err(|e| format!("{path}: libvirt refuses: {e}"))?;
         match purpose {
-            For::Auth => {
-                let uri = calls::open(self.address.uri);
-                self.connections[i].call(calls::OPEN, &uri, For::Open);
-            }
+            For::Auth => self.connections[i].call(calls::open(self.address.uri), For::Open),
             For::Open => {
                 let first = !self.connections.iter().any(|c| c.tells);
                 let connection = &mut self.connections[i];
                 (connection.open, connection.tells) = (true, first);
                 for event in calls::EVENTS.iter().filter(|_| first) {
-                    connection.call(calls::REGISTER, &calls::register(*event), For::Register);
+                    connection.call(calls::register(*event), For::Register);
                 }
             }
             _ => {}

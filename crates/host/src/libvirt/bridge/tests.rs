@@ -24,10 +24,10 @@ fn greeted(monitor: bool, now: Instant) -> Bridge {
 
 fn greeted_at(monitor: bool, now: Instant) -> Bridge {
     let mut b = Bridge::new("a".into(), monitor);
-    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
     assert_eq!((&purpose, procedure), (&Purpose::LookUp, calls::LOOK_UP));
     b.answered(purpose, Ok(found(4)), now);
-    let (purpose, _, _) = b.next_call(now).unwrap();
+    let (purpose, _) = b.next_call(now).unwrap();
     assert_eq!((&purpose, b.output.is_empty()), (&Purpose::Describe, true));
     b.answered(purpose, Ok(Writer::default().text(XML).done()), now);
     assert!(said(&mut b)[0].get("QMP").is_some());
@@ -89,15 +89,15 @@ fn after_an_order_its_size_is_asked_of_qemu_and_libvirts_word_is_too_old() {
     let mut b = greeted(false, now);
     let order = json!({ "execute": "balloon", "arguments": { "value": 300 << 20 }, "id": 7 });
     tell(&mut b, &[order, ask(8, "query-balloon")], now);
-    let (purpose, procedure, arguments) = b.next_call(now).unwrap();
+    let (purpose, (procedure, arguments)) = b.next_call(now).unwrap();
     assert_eq!((&purpose, procedure), (&Purpose::Order(json!(7)), calls::SET_MEMORY));
-    assert_eq!(arguments, calls::set_memory(&domain(), 300 << 10));
+    assert_eq!((procedure, arguments), calls::set_memory(&domain(), 300 << 10));
     b.answered(purpose, Ok(Vec::new()), now);
     assert_eq!(said(&mut b), [json!({ "id": 7, "return": {} })]);
     // libvirt has not heard yet that the balloon moves.
     b.heard_stats(now, numbers(512 << 10), now);
     assert!(b.output.is_empty());
-    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
     assert_eq!(procedure, calls::MEMORY_STATS);
     let moved = Writer::default().u32(1).u32(6).u64(400 << 10).done();
     b.answered(purpose, Ok(moved), now);
@@ -111,7 +111,7 @@ fn the_first_size_is_asked_of_qemu() {
     tell(&mut b, &[ask(1, "query-balloon")], now);
     b.heard_stats(now, numbers(143 << 10), now);
     assert!(b.output.is_empty(), "libvirt has not heard yet that it was given back");
-    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
     assert_eq!(procedure, calls::MEMORY_STATS);
     b.answered(purpose, Ok(Writer::default().u32(1).u32(6).u64(512 << 10).done()), now);
     assert_eq!(said(&mut b), [json!({ "id": 1, "return": { "actual": 512 << 20 } })]);
@@ -121,12 +121,11 @@ fn the_first_size_is_asked_of_qemu() {
 fn to_ask_a_guest_on_the_spot_has_qemu_ask_it_every_second_from_then_on() {
     let now = Instant::now();
     let mut b = greeted(false, now);
-    let set = |b: &mut Bridge, commands: &[Value]| -> Option<Vec<u8>> {
+    let set = |b: &mut Bridge, commands: &[Value]| -> Option<Request> {
         tell(b, commands, now);
-        let (purpose, procedure, arguments) = b.next_call(now)?;
-        assert_eq!(procedure, calls::SET_PERIOD);
+        let (purpose, request) = b.next_call(now)?;
         b.answered(purpose, Ok(Vec::new()), now);
-        Some(arguments)
+        Some(request)
     };
     let period = |seconds| Some(calls::set_period(&domain(), seconds));
     assert_eq!(set(&mut b, &[set_interval(0, 2)]), period(2));
@@ -134,7 +133,7 @@ fn to_ask_a_guest_on_the_spot_has_qemu_ask_it_every_second_from_then_on() {
     assert_eq!(set(&mut b, &[set_interval(3, 0), set_interval(4, 2)]), None, "it does already");
     assert_eq!(said(&mut b).len(), 5);
     tell(&mut b, &[set_interval(3, 0)], now);
-    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
     assert_eq!(procedure, calls::SET_PERIOD, "as it was before Ebb");
     b.answered(purpose, Ok(Vec::new()), now);
     assert_eq!(said(&mut b), [json!({ "id": 3, "return": {} })]);
@@ -151,7 +150,7 @@ fn after_memory_was_plugged_no_size_is_answered_before_the_new_description() {
         let maximum = ("balloon.maximum".to_string(), 2048);
         b.heard_stats(now, numbers(400 << 10).into_iter().chain([maximum]).collect(), now);
         assert!(b.output.is_empty() && b.has_call());
-        let (purpose, procedure, _) = b.next_call(now).unwrap();
+        let (purpose, (procedure, _)) = b.next_call(now).unwrap();
         assert_eq!(procedure, calls::DESCRIBE);
         purpose
     };
@@ -175,7 +174,7 @@ fn virtio_mem_is_told_apart_from_what_the_balloon_holds() {
     let look = |b: &mut Bridge, at: Instant, plugged: u64, described: bool| {
         tell(b, &asked, at);
         b.heard_stats(at, stats((400 + plugged) << 10, 768 << 10), at);
-        while let Some((purpose, procedure, _)) = b.next_call(at) {
+        while let Some((purpose, (procedure, _))) = b.next_call(at) {
             let answer = match procedure {
                 calls::DESCRIBE => {
                     assert!(described, "it is read again only where something was plugged");
@@ -212,7 +211,7 @@ fn the_interval_is_looked_up_anew_each_time() {
     let mut b = greeted(false, now - Duration::from_secs(1));
     let get = json!({ "path": "/x", "property": INTERVAL });
     tell(&mut b, &[json!({ "execute": "qom-get", "arguments": get, "id": 1 })], now);
-    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
     assert_eq!(procedure, calls::DESCRIBE, "another program may have set it");
     let xml = XML.replace("period='2'", "period='10'");
     b.answered(purpose, Ok(Writer::default().text(&xml).done()), now);
@@ -229,7 +228,7 @@ fn only_a_domain_that_is_tainted_has_qemu_asked_through_libvirt() {
     assert!(!b.has_call());
     let mut b = greeted(true, now);
     tell(&mut b, &[command], now);
-    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
     assert_eq!(procedure, calls::MONITOR);
     let answer = Writer::default().text("{\"return\":[5],\"id\":\"libvirt-9\"}").done();
     b.answered(purpose, Ok(answer), now);
@@ -248,7 +247,7 @@ fn a_domain_that_stops_or_starts_anew_is_left() {
     b.event(&Domain { id: -1, ..domain() }, Event::Lifecycle(5), now);
     assert_eq!(b.over.as_deref(), Some("the domain has stopped"));
     let mut b = Bridge::new("a".into(), false);
-    let (purpose, _, _) = b.next_call(now).unwrap();
+    let (purpose, _) = b.next_call(now).unwrap();
     b.answered(purpose, Ok(found(-1)), now);
     assert!(b.over.as_deref().unwrap().contains("does not run"));
 }
@@ -258,7 +257,7 @@ fn a_refused_call_is_an_error_to_its_question_alone() {
     let now = Instant::now();
     let mut b = greeted(false, now);
     tell(&mut b, &[ask(1, "query-migrate"), ask(2, "query-status")], now);
-    let (purpose, procedure, _) = b.next_call(now).unwrap();
+    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
     assert_eq!(procedure, calls::JOB);
     b.answered(purpose, Err(Refused { code: 68, message: "busy".into() }), now);
     assert_eq!(said(&mut b)[0]["error"]["desc"], "busy");
@@ -310,7 +309,7 @@ fn a_domain_that_is_saved_takes_no_order_and_one_that_is_backed_up_does() {
     for (operation, takes) in [(2, false), (9, true)] {
         let mut b = greeted(false, now);
         tell(&mut b, &[ask(1, "query-migrate")], now);
-        let (purpose, _, _) = b.next_call(now).unwrap();
+        let (purpose, _) = b.next_call(now).unwrap();
         let job = Writer::default().i32(2).u32(1).text("operation").u32(1).i32(operation);
         b.answered(purpose, Ok(job.done()), now);
         let status = said(&mut b)[0]["return"]["status"].clone();
