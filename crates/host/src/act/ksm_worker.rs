@@ -19,7 +19,7 @@ use ebb_core::units::{Bytes, PAGE, Stamp};
 
 use super::ksm::KsmSettings;
 use super::ksmd_throttle::KsmdThrottle;
-use super::vm_mergeable::{LEAST_RAM, ksm_state};
+use super::vm_mergeable::{KsmState, LEAST_RAM, ksm_state};
 use super::worker;
 use crate::linux::LinuxHost;
 use crate::lock;
@@ -50,10 +50,8 @@ pub struct MappingsLook {
     pub at: Stamp,
     /// Processor time that it took.
     pub took: Duration,
-    /// Whether KSM may look at its RAM; or why that is not known.
-    pub open: Result<bool, String>,
-    /// What is merged of it, zeros not counted.
-    pub merged: Bytes,
+    /// What they show, or why that is not known.
+    pub state: Result<KsmState, String>,
 }
 
 #[derive(Debug)]
@@ -69,10 +67,8 @@ struct ScanJob {
     vms: Vec<(VmId, String, String)>,
     /// Those that hash their VM's pages.
     agents: HashMap<VmId, Arc<HashLink>>,
-    spot_check: bool,
-    threads: usize,
+    order: ScanOrder,
     dial: Arc<Dial>,
-    bytes_per_second: f64,
 }
 
 /// Ranges, and what is to be had in them.
@@ -153,10 +149,8 @@ impl KsmWorker {
             agents.extend(agent.map(|a| (*id, a)));
         }
         self.pace(order.cores);
-        let (spot_check, bytes_per_second) = (order.spot_check, order.bytes_per_second);
-        let (threads, dial) = (order.threads as usize, Arc::clone(&self.dial));
         let reading = vms.iter().map(|(id, ..)| *id).collect();
-        let job = ScanJob { vms, agents, spot_check, threads, dial, bytes_per_second };
+        let job = ScanJob { vms, agents, order: order.clone(), dial: Arc::clone(&self.dial) };
         let scans = self.scans.get_or_insert_with(|| {
             let (root, results, wake) =
                 (self.root.clone(), self.results.clone(), self.wake.clone());
@@ -209,42 +203,38 @@ impl KsmWorker {
 
 /// Whether two orders are the same. The speed is left out: [`KsmdThrottle`] corrects it.
 fn alike(a: &KsmdOrder, b: &KsmdOrder) -> bool {
-    match (a, b) {
-        (KsmdOrder::Rest { .. }, KsmdOrder::Rest { .. }) => true,
-        (KsmdOrder::Run { cores: a, scans: n, .. }, KsmdOrder::Run { cores: b, scans: m, .. }) => {
-            (a, n) == (b, m)
-        }
-        _ => false,
-    }
+    let what = |order: &KsmdOrder| match order {
+        KsmdOrder::Rest { .. } => None,
+        KsmdOrder::Run { cores, scans, .. } => Some((*cores, *scans)),
+    };
+    what(a) == what(b)
 }
 
 fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, results: &Mutex<WorkerResults>) {
     loop {
         let job = match keeper.pause() {
-            None => jobs.recv().ok(),
-            Some(pause) => match jobs.recv_timeout(pause) {
-                Ok(job) => Some(job),
-                Err(RecvTimeoutError::Disconnected) => None,
-                Err(RecvTimeoutError::Timeout) => {
-                    keeper.keep().err().into_iter().for_each(|e| lock(results).knobs = Some(e));
-                    continue;
-                }
-            },
+            None => jobs.recv().map_err(RecvTimeoutError::from),
+            Some(pause) => jobs.recv_timeout(pause),
         };
-        let Some(job) = job else { return };
         match job {
-            Job::Order(order) => {
-                let done = keeper.order(&order);
-                lock(results).knobs = done.err();
+            Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Timeout) => {
+                if let Err(e) = keeper.keep() {
+                    lock(results).knobs = Some(e.to_string());
+                }
             }
-            Job::Look(vm) => {
+            Ok(Job::Order(order)) => {
+                let done = keeper.order(&order);
+                lock(results).knobs = done.err().map(|e| e.to_string());
+            }
+            Ok(Job::Look(vm)) => {
                 let look = look(&keeper.root, vm);
                 let mut results = lock(results);
                 results.looking.remove(&vm);
                 results.looks.insert(vm, look);
             }
-            Job::Release(done) => {
-                let _ = done.send(keeper.release());
+            Ok(Job::Release(done)) => {
+                let _ = done.send(keeper.release().map_err(|e| e.to_string()));
             }
         }
     }
@@ -252,15 +242,8 @@ fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, results: &Mutex<WorkerRe
 
 fn look(root: &Root, vm: VmId) -> MappingsLook {
     let (begun, at, used) = (Instant::now(), LinuxHost::now(), thread_cpu());
-    let seen = ksm_state(root, vm).map_err(|e| e.to_string());
-    let merged = seen.as_ref().map_or(Bytes::ZERO, |m| m.merged);
-    MappingsLook {
-        begun,
-        at,
-        took: thread_cpu().saturating_sub(used),
-        open: seen.map(|m| m.open),
-        merged,
-    }
+    let state = ksm_state(root, vm).map_err(|e| e.to_string());
+    MappingsLook { begun, at, took: thread_cpu().saturating_sub(used), state }
 }
 
 fn scan(root: &Root, jobs: &Receiver<ScanJob>, results: &Mutex<WorkerResults>, wake: &Waker) {
@@ -278,7 +261,7 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, results: &Mutex<WorkerResults>, w
             if !job.dial.is_gentle() {
                 job.agents.keys().for_each(|id| lift(root, *id));
             }
-            match job.spot_check {
+            match job.order.spot_check {
                 true => spot_check(scanner, &last, &job, results),
                 false => {
                     last = carry_out(root, scanner, &job, results);
@@ -296,9 +279,9 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, results: &Mutex<WorkerResults>, w
 }
 
 fn options(job: &ScanJob) -> Options {
-    let limits = Limits { cores: None, bytes_per_second: Some(job.bytes_per_second) };
-    let dial = Some(Arc::clone(&job.dial));
-    Options { threads: Some(job.threads), limits, dial, filter: true, ..Options::default() }
+    let limits = Limits { cores: None, bytes_per_second: Some(job.order.bytes_per_second) };
+    let (threads, dial) = (Some(job.order.threads as usize), Some(Arc::clone(&job.dial)));
+    Options { threads, limits, dial, filter: true, ..Options::default() }
 }
 
 /// Looks whether pages are as the last scan saw them; what it found of where they are
@@ -386,9 +369,8 @@ fn carry_out(
         table: scan.table,
         one_in,
         spot_checks: results.scan.spot_checks,
-        spot_checks_since: 0,
-        changed: None,
         error: refused,
+        ..ScanSample::default()
     };
     targets
 }
@@ -488,7 +470,7 @@ mod tests {
         let vm = VmId { pid: 4_000_000, start: 1 };
         merger.look(vm);
         let look = within(|| merger.results().looks.get(&vm).cloned());
-        assert!(look.open.unwrap_err().contains("has ended"));
+        assert!(look.state.unwrap_err().contains("has ended"));
         let order = ScanOrder {
             vms: vec![(vm, "g".into())],
             spot_check: false,

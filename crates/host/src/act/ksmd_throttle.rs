@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::policy::merge::{JUDGED, KsmdOrder, each_us, is_gentle, speed};
 
-use super::ksm::{KsmOwner, KsmSettings};
+use super::ksm::{KsmError, KsmOwner, KsmSettings};
 use crate::probe::ksm::{ksmd, number};
 use crate::probe::process::read_run_time;
 use crate::root::Root;
@@ -49,7 +49,7 @@ impl KsmdThrottle {
         KsmdThrottle { root, note, settings, wake, owner: None, burst: None }
     }
 
-    pub fn order(&mut self, order: &KsmdOrder) -> Result<(), String> {
+    pub fn order(&mut self, order: &KsmdOrder) -> Result<(), KsmError> {
         self.burst = None;
         let KsmdOrder::Run { batch, sleep_ms, cores, scans, .. } = order else {
             return self.apply(order);
@@ -65,20 +65,19 @@ impl KsmdThrottle {
         Ok(())
     }
 
-    fn apply(&mut self, order: &KsmdOrder) -> Result<(), String> {
+    fn apply(&mut self, order: &KsmdOrder) -> Result<(), KsmError> {
         if self.owner.is_none() {
-            let taken = KsmOwner::take(self.root.clone(), &self.note, self.settings);
-            self.owner = Some(taken.map_err(|e| e.to_string())?);
+            self.owner = Some(KsmOwner::take(self.root.clone(), &self.note, self.settings)?);
         }
-        self.owner.iter().try_for_each(|o| o.apply(order)).map_err(|e| e.to_string())
+        self.owner.iter().try_for_each(|o| o.apply(order))
     }
 
-    fn rest(&mut self) -> Result<(), String> {
+    fn rest(&mut self) -> Result<(), KsmError> {
         self.apply(&KsmdOrder::Rest { why: String::new() })
     }
 
-    fn scans(&self) -> Result<u64, String> {
-        number(&self.root, "full_scans").map(Option::unwrap_or_default).map_err(|e| e.to_string())
+    fn scans(&self) -> Result<u64, KsmError> {
+        Ok(number(&self.root, "full_scans")?.unwrap_or_default())
     }
 
     /// How soon [`KsmdThrottle::keep`] is to be called; `None`: nothing is under way.
@@ -86,7 +85,7 @@ impl KsmdThrottle {
         self.burst.as_ref().map(|b| if is_gentle(b.cores) { PACE } else { PAUSE })
     }
 
-    pub fn keep(&mut self) -> Result<(), String> {
+    pub fn keep(&mut self) -> Result<(), KsmError> {
         let scans = self.scans()?;
         let Some(burst) = &mut self.burst else { return Ok(()) };
         if scans >= burst.scans {
@@ -98,16 +97,14 @@ impl KsmdThrottle {
         let due = burst.seen.is_none_or(|(at, ..)| at.elapsed() >= PACE);
         let new = if due { burst.pace(&self.root) } else { None };
         match (new, &self.owner) {
-            (Some((batch, sleep_ms)), Some(owner)) => {
-                owner.speed(batch, sleep_ms).map_err(|e| e.to_string())
-            }
+            (Some((batch, sleep_ms)), Some(owner)) => owner.speed(batch, sleep_ms),
             _ => Ok(()),
         }
     }
 
-    pub fn release(&mut self) -> Result<(), String> {
+    pub fn release(&mut self) -> Result<(), KsmError> {
         self.burst = None;
-        self.owner.take().map_or(Ok(()), KsmOwner::release).map_err(|e| e.to_string())
+        self.owner.take().map_or(Ok(()), KsmOwner::release)
     }
 }
 

@@ -109,9 +109,10 @@ impl LinuxHost {
                 // An agent that reports mergeable RAM is believed over an older look; that nothing
                 // is mergeable is believed when it is seen.
                 let says = vm.agent.as_ref().is_some_and(|a| a.open() > Bytes::ZERO);
-                part.open = look.open.as_ref().ok().map(|open| *open || says);
-                part.seen = part.open.map(|_| (look.at, look.merged));
-                part.error = part.error.take().or(look.open.err());
+                let state = look.state.as_ref().ok();
+                part.open = state.map(|state| state.open || says);
+                part.seen = state.map(|state| (look.at, state.merged));
+                part.error = part.error.take().or(look.state.err());
             }
             let told = |why: &String| problem(sample.id, "merging".into(), why.clone());
             problems.extend(part.error.as_ref().map(told));

@@ -196,8 +196,8 @@ impl UnderWay {
             }
             Step::Looking(since) => {
                 let Some(look) = look.filter(|look| look.begun >= *since) else { return Ok(false) };
-                match &look.open {
-                    Ok(open) if *open == self.want => return Ok(true),
+                match &look.state {
+                    Ok(state) if state.open == self.want => return Ok(true),
                     // QEMU 9.1.0 does the opposite of what it is told.
                     Ok(_) if self.value == self.want => {
                         self.value = !self.want;
@@ -239,6 +239,7 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
+    use crate::act::vm_mergeable::KsmState;
 
     /// A stand-in for QEMU with one private and one shared backend: what it is told
     /// to do with its RAM shows in the mark, `turned` round, or not at all.
@@ -283,8 +284,7 @@ mod tests {
             begun: Instant::now(),
             at: Stamp(0),
             took: Duration::ZERO,
-            open: Ok(open),
-            merged: Bytes::ZERO,
+            state: Ok(KsmState { open, merged: Bytes::ZERO }),
         };
         let stale = look(want);
         let mut link = MergeLink::default();
