@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use ebb_core::sample::{LimitSample, Problem, Psi, VmId};
+use ebb_core::sample::{HostSample, LimitSample, Problem, Psi, VmId};
 use ebb_core::units::Bytes;
 
 use crate::background_look::BackgroundLook;
@@ -16,7 +16,7 @@ use crate::probe::cgroup::{self, Hierarchy, POOL_STAYS, Previous, Version};
 use crate::probe::numa;
 use crate::probe::psi::parse_psi;
 use crate::root::{ProbeError, Probed, Root};
-use crate::vm::{Vm, problem};
+use crate::vm::{Vm, noted, problem};
 
 /// Most cgroups with a limit that are looked at beside the pool: each costs some ten reads a tick.
 const MOST: usize = 1000;
@@ -42,16 +42,6 @@ pub(crate) struct MemoryLimits {
     binding: BackgroundLook<BTreeMap<VmId, Result<Vec<u32>, ProbeError>>>,
     /// Pool and others as they were last read.
     last: HashMap<String, (Instant, LimitSample)>,
-}
-
-/// What there is to know of them at one moment.
-#[derive(Debug, Default)]
-pub(crate) struct LimitsSample {
-    pub pool: Option<LimitSample>,
-    /// All others with a limit.
-    pub others: Vec<LimitSample>,
-    /// The pressure in the cgroup of all VMs.
-    pub psi: Option<Psi>,
 }
 
 impl MemoryLimits {
@@ -178,13 +168,11 @@ impl MemoryLimits {
 
     fn choose(&mut self, root: &Root, now: Instant, paths: &[String]) -> Result<(), ProbeError> {
         let Some(h) = &self.hierarchy else { return Ok(()) };
-        let with_limit = |path: String| {
+        let mut held = Vec::new();
+        for path in cgroup::held_by_most(paths) {
             let limit = cgroup::read_limit(root, h, &path)?;
-            Ok((path, limit))
-        };
-        let held: Result<Vec<_>, ProbeError> =
-            cgroup::held_by_most(paths).into_iter().map(with_limit).collect();
-        let held = held?;
+            held.push((path, limit));
+        }
         let wanted = cgroup::choose_pool(&held, None);
         if wanted == self.pool {
             self.confirmed = Some(now);
@@ -203,13 +191,14 @@ impl MemoryLimits {
         Ok(())
     }
 
-    /// What is known of them now.
+    /// Adds what is known of them now.
     pub fn sample(
         &mut self,
         root: &Root,
         now: Instant,
+        host: &mut HostSample,
         problems: &mut Vec<Problem>,
-    ) -> LimitsSample {
+    ) {
         let h = self.hierarchy.clone();
         let pool = self.pool.clone().and_then(|path| {
             let read = h.as_ref().map_or(Ok(None), |h| cgroup::read_pool(root, h, &path));
@@ -225,15 +214,15 @@ impl MemoryLimits {
         let nodes = self.nodes.clone();
         let nodes = nodes.iter().map(|set| (numa::name(set), numa::read_usage(root, set)));
         let others = others.chain(nodes);
-        let others =
+        host.other_limits =
             others.filter_map(|(name, read)| self.known(now, &name, read, problems)).collect();
         let common = self.common.as_deref().filter(|common| *common != "/");
-        let psi = match (common, &pool) {
+        host.vms_psi = match (common, &pool) {
             (Some(common), Some(pool)) if *common == pool.path => pool.psi,
             (Some(common), _) => self.pressure(root, common, problems),
             (None, _) => None,
         };
-        LimitsSample { pool, others, psi }
+        host.pool = pool;
     }
 
     /// What may still be taken below the tightest limit of a VM of this cgroup, bound to these
@@ -273,10 +262,7 @@ impl MemoryLimits {
     fn pressure(&self, root: &Root, cgroup: &str, problems: &mut Vec<Problem>) -> Option<Psi> {
         let h = self.hierarchy.as_ref().filter(|h| h.version == Version::V2)?;
         let file = h.directory(cgroup)?.join("memory.pressure");
-        root.parse(&file, parse_psi).unwrap_or_else(|e| {
-            problems.push(problem(None, file.display().to_string(), e.to_string()));
-            None
-        })
+        noted(problems, &file.display().to_string(), root.parse(&file, parse_psi))
     }
 }
 
@@ -322,11 +308,12 @@ mod tests {
                 while !limits.binding.is_idle() {
                     limits.find(&root, now, vms.iter_mut().map(|vm| &mut **vm), &mut problems);
                 }
-                let sample = limits.sample(&root, now, &mut problems);
+                let mut host = HostSample::default();
+                limits.sample(&root, now, &mut host, &mut problems);
                 assert!(problems.is_empty(), "{problems:?}");
                 let known = limits.left(now, None, &[1]).is_some();
-                assert_eq!(known, !sample.others.is_empty(), "{:?}", limits.last);
-                sample.others.into_iter().map(|limit| limit.path).collect()
+                assert_eq!(known, !host.other_limits.is_empty(), "{:?}", limits.last);
+                host.other_limits.into_iter().map(|limit| limit.path).collect()
             };
             assert_eq!(names(vec![&mut bound, &mut other, &mut free]), ["node 1"]);
             assert_eq!(names(vec![&mut other, &mut free]), ["node 1"]);

@@ -43,9 +43,9 @@ use crate::probe::trust::TrustRules;
 use crate::probe::vmpressure::PressureEvents;
 use crate::probe::{ksm, meminfo, swaps, vmstat, zfs};
 use crate::qmp::Client;
-use crate::root::{Probed, Root};
+use crate::root::Root;
 use crate::sys;
-use crate::vm::{Access, Vm, problem};
+use crate::vm::{Access, Vm, noted, problem};
 use crate::waker::Waker;
 
 pub use self::orders::{ActError, BalloonOrder};
@@ -237,8 +237,7 @@ impl LinuxHost {
         problems.extend(self.scan_problems.iter().cloned());
         let unread = self.unread.iter().map(|why| problem(None, "hands-off".into(), why.clone()));
         problems.extend(unread);
-        let limits = self.limits.sample(&self.options.root, started, &mut problems);
-        (host.pool, host.other_limits, host.vms_psi) = (limits.pool, limits.others, limits.psi);
+        self.limits.sample(&self.options.root, started, &mut host, &mut problems);
         self.query(started, at);
         self.keep_intervals();
         let vms = self.sample_vms(at, wall_ms, &mut problems);
@@ -374,14 +373,6 @@ fn clients_of(vms: &mut BTreeMap<VmId, Vm>) -> impl Iterator<Item = &mut Client>
 
 fn clients(vms: &mut BTreeMap<VmId, Vm>) -> Vec<&mut Client> {
     clients_of(vms).collect()
-}
-
-/// A failure becomes a problem of the host, and the value unknown.
-fn noted<T>(problems: &mut Vec<Problem>, source: &str, result: Probed<T>) -> Option<T> {
-    result.unwrap_or_else(|e| {
-        problems.push(problem(None, source.to_owned(), e.to_string()));
-        None
-    })
 }
 
 #[cfg(test)]

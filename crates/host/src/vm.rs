@@ -39,7 +39,7 @@ use crate::probe::own_memory::OwnCount;
 use crate::probe::process::{Life, Watched};
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, QmpError};
-use crate::root::Root;
+use crate::root::{Probed, Root};
 
 /// A connection that owes an answer this long is given up.
 const GIVE_UP: Duration = Duration::from_secs(60);
@@ -464,6 +464,14 @@ impl Vm {
 
 pub(crate) fn problem(vm: impl Into<Option<VmId>>, source: String, message: String) -> Problem {
     Problem { vm: vm.into(), source, message }
+}
+
+/// A failure becomes a problem of the host, and the value unknown.
+pub(crate) fn noted<T>(problems: &mut Vec<Problem>, source: &str, read: Probed<T>) -> Option<T> {
+    read.unwrap_or_else(|e| {
+        problems.push(problem(None, source.to_owned(), e.to_string()));
+        None
+    })
 }
 
 /// How long the process has run. Its start is in hundredths of a second since

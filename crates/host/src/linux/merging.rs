@@ -8,11 +8,11 @@ use ebb_core::plan::MergePlan;
 use ebb_core::sample::{MergeSample, Sample};
 use ebb_core::units::Bytes;
 
-use super::{LinuxHost, noted};
+use super::LinuxHost;
 use crate::act::ksm::has_room;
 use crate::agent_link::AgentLink;
 use crate::probe::ksm;
-use crate::vm::problem;
+use crate::vm::{noted, problem};
 
 /// Where nothing is merged by Ebb, what others merge is read this often: a dozen files
 /// and one of each VM, for people only.
@@ -38,14 +38,12 @@ impl LinuxHost {
         let scans = results.scan.number;
         for (id, vm) in &mut self.vms {
             let Some(agent) = &mut vm.agent else { continue };
-            let (open, scans) = match () {
-                () if plan.kept.contains(id) => continue,
+            let (open, scans) = match results.ranges.get(id) {
+                _ if plan.kept.contains(id) => continue,
+                _ if !plan.ranged.contains(id) => (&[][..], 0),
+                Some((open, _)) => (open.as_slice(), scans),
                 // Before the first scan what is open stays so.
-                () if plan.ranged.contains(id) => match results.ranges.get(id) {
-                    Some((open, _)) => (open.as_slice(), scans),
-                    None => continue,
-                },
-                () => (&[][..], 0),
+                None => continue,
             };
             let Some(closes) = agent.advise(open, scans) else { continue };
             // The answer is there in a moment, and something follows from it.

@@ -9,17 +9,17 @@ use std::time::Instant;
 use ebb_core::config::{Metadata, VmSettings};
 use ebb_core::sample::{Claim, Problem, VmId};
 
-use super::{KEPT_OPEN, LinuxHost, access, noted};
+use super::{KEPT_OPEN, LinuxHost, access};
 use crate::probe::cgroup::read_hierarchy;
 use crate::probe::discovery::{make_names_unique, serving};
 use crate::probe::identity::{claim, name_by_socket};
 use crate::probe::managers::{SocketKind, kind};
 use crate::probe::process::Life;
 use crate::probe::psi::{self, PsiTrigger};
-use crate::probe::qemu::QmpAddress;
+use crate::probe::qemu::{QemuProcess, QmpAddress};
 use crate::probe::vmpressure::PressureEvents;
 use crate::qmp::Client;
-use crate::vm::{Access, Vm, problem};
+use crate::vm::{Access, Vm, noted, problem};
 
 impl LinuxHost {
     /// Drops VMs that ended; looks for new ones when one did or it is time.
@@ -58,15 +58,11 @@ impl LinuxHost {
                 continue;
             }
             name_by_socket(&self.options.config, &mut process);
-            let (id, interval_s) = (process.id, self.options.stats_interval_s);
             let config = &self.options.config;
             let has_section =
                 config.section(&process.given, process.args.uuid.as_deref()).is_some();
-            if has_section || !config.listed_only || self.owed.contains(&id) {
-                // What may be done to it is said before anything is (`allow`).
-                let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
-                let new = Vm::new(process, interval_s, Access::default()).with(was, libvirt);
-                self.vms.insert(id, new);
+            if has_section || !config.listed_only || self.owed.contains(&process.id) {
+                self.take_in(process);
             }
         }
         make_names_unique(self.vms.values_mut().map(|vm| &mut vm.process).collect());
@@ -128,15 +124,21 @@ impl LinuxHost {
         }
         process.args.qmp = QmpAddress::Paths(vec![client.path().to_owned()]);
         let id = process.id;
-        let interval_s = self.options.stats_interval_s;
         let access = access(&self.options, &self.owed, &process, (&claim, &Metadata::None));
-        let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
-        let new = || Vm::new(process.clone(), interval_s, access).with(was, libvirt);
-        let vm = self.vms.entry(id).or_insert_with(new);
+        let vm = self.take_in(process.clone());
         (vm.process, vm.named, vm.access) = (process, true, access);
         vm.claim = Some(claim);
         vm.adopt(client);
         Ok(id)
+    }
+
+    /// The VM of this process, which may be new. What may be done to it is said before anything is
+    /// (`allow`).
+    fn take_in(&mut self, process: QemuProcess) -> &mut Vm {
+        let (id, interval_s) = (process.id, self.options.stats_interval_s);
+        let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
+        let new = || Vm::new(process, interval_s, Access::default()).with(was, libvirt);
+        self.vms.entry(id).or_insert_with(new)
     }
 
     fn open_trigger(&mut self, problems: &mut Vec<Problem>) {
