@@ -5,7 +5,6 @@
 //! kernel is told that one page that is mapped is cold (MADV_COLD), for which it splits
 //! the huge page and frees what is not mapped. Contents are neither read nor changed.
 
-use std::io;
 use std::time::{Duration, Instant};
 
 use ebb_core::task::{PartialThpOrder, PartialThpSample};
@@ -61,7 +60,9 @@ pub(super) fn carry_out(
     let process = Process::open(root, vm)?;
     let ram = read_ram_neighbours(root, vm.pid).map_err(|e| e.to_string())?;
     let ram = ram.ok_or("the process has ended")?;
-    let tables = Tables::open(root, vm.pid)?;
+    let pagemap = Pagemap::open(root, vm.pid);
+    let pagemap = pagemap.map_err(|e| format!("/proc/{}/pagemap: {e}", vm.pid))?;
+    let flags = FrameFlags::open(root).map_err(|e| format!("/proc/kpageflags: {e}"))?;
     let until = Instant::now() + Duration::from_millis(order.ms);
     let mut found: Vec<Partial> = Vec::new();
     for block in blocks(&ram, *cursor) {
@@ -69,13 +70,19 @@ pub(super) fn carry_out(
             done.more = true;
             break;
         }
-        found.extend(tables.partially_mapped(block).map_err(|e| e.to_string())?);
+        let mut entries = Vec::with_capacity(PAGES);
+        match pagemap.each(Range { start: block, len: HUGE }, |_, e| entries.push(e)) {
+            Err(e) if is_absent(&e) => {}
+            read => read.map_err(|e| e.to_string())?,
+        }
+        let of = |frame| flags.of(frame).unwrap_or_default();
+        found.extend(partially_mapped(block, &entries, of));
         if found.len() >= BATCH {
-            split(&process, &tables, &mut found, &mut done)?;
+            split(&process, &flags, &mut found, &mut done)?;
         }
         *cursor = block + HUGE;
     }
-    split(&process, &tables, &mut found, &mut done)?;
+    split(&process, &flags, &mut found, &mut done)?;
     if !done.more {
         *cursor = 0;
     }
@@ -97,7 +104,7 @@ fn blocks(ram: &[Range], from: u64) -> impl Iterator<Item = u64> + '_ {
 
 fn split(
     process: &Process<'_>,
-    tables: &Tables,
+    flags: &FrameFlags,
     found: &mut Vec<Partial>,
     done: &mut PartialThpOutcome,
 ) -> Result<(), String> {
@@ -105,7 +112,7 @@ fn split(
     process.advise(&places, Advice::Cold)?;
     for t in found.drain(..) {
         // What is still a huge page was not split: it was in use.
-        if tables.flags.of(t.frame).is_some_and(|f| !f.is_of_thp()) {
+        if flags.of(t.frame).is_some_and(|f| !f.is_of_thp()) {
             done.split += 1;
             done.freed += Bytes::pages(t.missing as u64);
         }
@@ -119,29 +126,6 @@ struct Partial {
     place: u64,
     frame: u64,
     missing: usize,
-}
-
-struct Tables {
-    pagemap: Pagemap,
-    flags: FrameFlags,
-}
-
-impl Tables {
-    fn open(root: &Root, pid: u32) -> Result<Tables, String> {
-        let pagemap = Pagemap::open(root, pid).map_err(|e| format!("/proc/{pid}/pagemap: {e}"))?;
-        let flags = FrameFlags::open(root).map_err(|e| format!("/proc/kpageflags: {e}"))?;
-        Ok(Tables { pagemap, flags })
-    }
-
-    fn partially_mapped(&self, block: u64) -> io::Result<Vec<Partial>> {
-        let mut entries = Vec::with_capacity(PAGES);
-        let read = self.pagemap.each(Range { start: block, len: HUGE }, |_, e| entries.push(e));
-        match read {
-            Err(e) if is_absent(&e) => return Ok(Vec::new()),
-            read => read?,
-        }
-        Ok(partially_mapped(block, &entries, |frame| self.flags.of(frame).unwrap_or_default()))
-    }
 }
 
 /// The partially mapped huge pages of a place, by its entries and what is known of frames. None
