@@ -190,11 +190,10 @@ impl Inventory {
     /// When all of a round have come.
     pub fn findings(&mut self) -> Option<Findings> {
         let begun = self.begun.take_if(|_| self.waits.is_empty())?;
-        let mut objections = self.devices();
-        objections.extend(self.objects());
-        objections.extend(self.network());
-        objections.extend(self.block());
-        objections.extend(self.migration());
+        let devices = |i| self.kinds(Inquiry::Folder(i), "its devices", device);
+        let mut objections: Vec<String> = (0..DEVICE_FOLDERS.len()).flat_map(devices).collect();
+        objections.extend(self.kinds(Inquiry::Objects, "its backends", object));
+        objections.extend([self.network(), self.block(), self.migration()].concat());
         let lasting = self.lasting.take().unwrap_or_else(|| self.lasting(begun));
         self.answers.clear();
         objections.extend(lasting.objections.iter().cloned());
@@ -224,30 +223,19 @@ impl Inventory {
         self.value(inquiry).and_then(Value::as_str).unwrap_or_default()
     }
 
-    fn devices(&self) -> Vec<String> {
-        let mut found = Vec::new();
-        for i in 0..DEVICE_FOLDERS.len() {
-            match children(self.value(Inquiry::Folder(i))) {
-                Some(kinds) => found.extend(kinds.iter().filter_map(|kind| device(kind))),
-                None => found.push(untold("its devices")),
-            }
-        }
-        found
-    }
-
-    fn objects(&self) -> Vec<String> {
-        match children(self.value(Inquiry::Objects)) {
-            Some(kinds) => kinds.iter().filter_map(|kind| object(kind)).collect(),
-            None => vec![untold("its backends")],
+    /// What is wrong with types of children.
+    fn kinds(&self, of: Inquiry, what: &str, wrong: fn(&str) -> Option<String>) -> Vec<String> {
+        match children(self.value(of)) {
+            Some(kinds) => kinds.iter().filter_map(|kind| wrong(kind)).collect(),
+            None => vec![untold(what)],
         }
     }
 
     fn network(&self) -> Vec<String> {
-        if self.value(Inquiry::Network).and_then(Value::as_str).is_none() {
+        let Some(text) = self.value(Inquiry::Network).and_then(Value::as_str) else {
             return vec![untold("its network backends")];
-        }
-        let lines = self.text(Inquiry::Network).lines().filter(|l| !l.trim().is_empty());
-        lines.filter_map(network).collect()
+        };
+        text.lines().filter(|l| !l.trim().is_empty()).filter_map(network).collect()
     }
 
     fn block(&self) -> Vec<String> {
