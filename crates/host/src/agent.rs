@@ -175,21 +175,19 @@ impl Agent {
         let fed = self.lines.feed(bytes, |line| replies.push(Reply::parse(line)));
         for reply in replies.into_iter().chain(fed.err().map(Err)) {
             let error = match reply {
-                Ok(r) => match self.pending.front() {
-                    Some(id) if *id == r.id => {
-                        self.replies.insert(r.id, r.result);
-                        self.pending.pop_front();
-                        continue;
-                    }
-                    _ => match r.result {
-                        // To a line that it could not read, or before it hangs up.
-                        ReplyResult::Error(no) => AgentError::Refused(self.named(), no),
-                        ReplyResult::Ok(_) => AgentError::Garbage(
-                            self.named(),
-                            format!("an answer to request {}, which was not asked", r.id),
-                        ),
-                    },
-                },
+                Ok(r) if self.pending.front() == Some(&r.id) => {
+                    self.replies.insert(r.id, r.result);
+                    self.pending.pop_front();
+                    continue;
+                }
+                // To a line that it could not read, or before it hangs up.
+                Ok(Reply { result: ReplyResult::Error(no), .. }) => {
+                    AgentError::Refused(self.named(), no)
+                }
+                Ok(Reply { id, .. }) => {
+                    let why = format!("an answer to request {id}, which was not asked");
+                    AgentError::Garbage(self.named(), why)
+                }
                 Err(e) => AgentError::Garbage(self.named(), e.0),
             };
             return self.fail(error);

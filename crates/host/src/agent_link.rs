@@ -447,9 +447,7 @@ impl AgentLink {
             (None, None) => {}
         }
         self.send_waiting();
-        if let Some(agent) = self.agent.as_mut() {
-            agent.pump();
-        }
+        self.agent.iter_mut().for_each(Agent::pump);
     }
 
     pub fn order_waits(&self) -> bool {
@@ -489,9 +487,7 @@ impl AgentLink {
         for part in Advise::all(open) {
             self.send(RequestKind::Advise, Command::Advise(part));
         }
-        if let Some(agent) = self.agent.as_mut() {
-            agent.pump();
-        }
+        self.agent.iter_mut().for_each(Agent::pump);
         Some(closes)
     }
 

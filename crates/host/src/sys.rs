@@ -48,24 +48,12 @@ pub fn pagemap_scan(
     }
     let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
     let (mut start, end) = (range.start, range.end());
+    let absent = PAGE_IS_SWAPPED | PAGE_IS_PFNZERO;
+    let wanted = PAGE_IS_PRESENT | absent;
     while start < end {
-        let wanted = PAGE_IS_PRESENT | PAGE_IS_SWAPPED | PAGE_IS_PFNZERO;
-        let absent = PAGE_IS_SWAPPED | PAGE_IS_PFNZERO;
+        let (vec, len) = (regions.as_mut_ptr() as u64, REGIONS as u64);
         // size flags start end walk_end vec vec_len max_pages inverted mask anyof return
-        let mut arg: [u64; 12] = [
-            96,
-            0,
-            start,
-            end,
-            0,
-            regions.as_mut_ptr() as u64,
-            REGIONS as u64,
-            0,
-            absent,
-            wanted,
-            0,
-            PAGE_IS_HUGE,
-        ];
+        let mut arg = [96, 0, start, end, 0, vec, len, 0, absent, wanted, 0, PAGE_IS_HUGE];
         // SAFETY: `arg` is the kernel's struct pm_scan_arg of 96 bytes; the vector
         // in it is `regions`, with its length, and the kernel writes nowhere else.
         let n = check(unsafe {

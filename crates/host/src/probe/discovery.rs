@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use ebb_core::sample::VmId;
 
 use super::cgroup::{Mount, read_mounts};
-use super::process::{Life, Stat, life, processes, read_stat};
+use super::process::{Life, Stat, is_named, life, processes, read_stat};
 use super::qemu::{QemuProcess, QmpAddress, parse_cmdline, preloaded};
 use super::trust::{ProcessTrust, TrustRules, Uids, is_qemu};
 use crate::root::{ProbeError, Probed, Root};
@@ -221,8 +221,7 @@ impl Scanner {
         if self.scans == 0 || known.vm().is_some() || is_qemu(&known.comm) {
             return false;
         }
-        let comm = root.read(format!("/proc/{pid}/comm")).ok().flatten();
-        comm.is_some_and(|c| c.trim_end_matches('\n') == known.comm)
+        is_named(root, pid, &known.comm)
     }
 
     fn look(

@@ -113,7 +113,7 @@ pub fn proxmox_sets_balloon(root: &Root, id: &str) -> Option<bool> {
     Some(value("balloon").is_some_and(|b| !is_zero(b)) && !value("shares").is_some_and(is_zero))
 }
 
-fn is_ebbs(path: &Path) -> bool {
+pub(super) fn is_ebbs(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().contains("ebb"))
 }
 

@@ -5,6 +5,8 @@
 //! --membind`), and `host-nodes` with `policy=bind` on its command line. Other policies fall back
 //! to other nodes and bind nothing.
 
+use std::collections::BTreeSet;
+
 use ebb_core::sample::LimitSample;
 use ebb_core::units::Bytes;
 
@@ -24,16 +26,14 @@ pub fn read_nodes(root: &Root) -> Result<Vec<u32>, ProbeError> {
 /// Parses a list of ranges: `0-1,4`.
 pub fn parse_list(text: &str) -> Result<Vec<u32>, ParseError> {
     let wrong = || ParseError::new(1, text.trim());
-    let mut nodes = Vec::new();
+    let mut nodes = BTreeSet::new();
     for part in text.trim().split(',').filter(|p| !p.is_empty()) {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let number = |t: &str| t.trim().parse::<u32>().ok().filter(|n| *n < MOST_NODES);
         let (first, last) = (number(first).ok_or_else(wrong)?, number(last).ok_or_else(wrong)?);
         nodes.extend(first..=last);
     }
-    nodes.sort_unstable();
-    nodes.dedup();
-    Ok(nodes)
+    Ok(nodes.into_iter().collect())
 }
 
 /// These nodes as a limit; `None` where one of them is gone.
@@ -127,7 +127,7 @@ fn by_policy(line: &str) -> Option<Vec<u32>> {
 fn by_backends(line: &str) -> Option<Vec<u32>> {
     let args: Vec<&str> = line.split('\0').collect();
     let objects = args.windows(2).filter(|w| matches!(w[0], "-object" | "--object")).map(|w| w[1]);
-    let mut all = Vec::new();
+    let mut all = BTreeSet::new();
     for object in objects {
         let object = Options::parse(object, "qom-type");
         if object.get("qom-type").is_some_and(|kind| kind.starts_with("memory-backend-")) {
@@ -138,9 +138,7 @@ fn by_backends(line: &str) -> Option<Vec<u32>> {
             all.extend(binds.then_some(nodes)?);
         }
     }
-    all.sort_unstable();
-    all.dedup();
-    (!all.is_empty()).then_some(all)
+    (!all.is_empty()).then(|| all.into_iter().collect())
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use ebb_core::config::{BY_UUID, by_uuid};
 use ebb_core::sample::VmId;
 use serde_json::Value;
 
+use super::managers::is_ebbs;
 use super::trust::is_qemu;
 
 /// Longest name kept, that of a file: libvirt's pid file has it. Longer ones are cut.
@@ -359,9 +360,7 @@ impl Monitors {
         }
         self.paths.dedup();
         self.paths.truncate(MAX_SOCKETS);
-        let for_others =
-            |p: &PathBuf| !p.file_name().is_some_and(|n| n.to_string_lossy().contains("ebb"));
-        self.paths.sort_by_key(for_others);
+        self.paths.sort_by_key(|path| !is_ebbs(path));
         if !self.paths.is_empty() {
             return QmpAddress::Paths(self.paths);
         }

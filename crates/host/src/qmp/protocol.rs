@@ -261,10 +261,8 @@ impl Protocol {
         match (self.state, message) {
             (State::Greeting, Message::Greeting) => {
                 self.state = State::Negotiating;
-                self.pending.insert(
-                    NEGOTIATE,
-                    Pending { command: "qmp_capabilities".into(), forgotten: true, late: false },
-                );
+                let command = "qmp_capabilities".into();
+                self.pending.insert(NEGOTIATE, Pending { command, forgotten: true, late: false });
                 encode(&mut self.outbox, "qmp_capabilities", None, NEGOTIATE);
                 // QEMU carries out what it is sent in this order, so nothing need be waited for.
                 if self.shared {
