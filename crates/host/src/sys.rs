@@ -27,8 +27,14 @@ const PAGE_IS_HUGE: u64 = 1 << 6;
 /// a full vector is the only way to end early, and its last region says where.
 const REGIONS: usize = 512;
 
-fn check(result: c_long) -> Result<usize> {
+pub(crate) fn check(result: c_long) -> Result<usize> {
     if result < 0 { Err(Error::last_os_error()) } else { Ok(result as usize) }
+}
+
+/// Places of another process, as system calls take them.
+pub(crate) fn vectors(places: &[Range]) -> Vec<iovec> {
+    let one = |p: &Range| iovec { iov_base: p.start as *mut _, iov_len: p.len as usize };
+    places.iter().map(one).collect()
 }
 
 /// Calls `each` with every stretch of a range that is in memory, the zero page
@@ -134,21 +140,12 @@ pub fn read_process(pid: u32, places: &[Range], to: &mut [u8]) -> Result<usize> 
     if total > to.len() as u64 || places.len() > VECTOR_MAX {
         return Err(Error::from_raw_os_error(libc::EINVAL));
     }
-    let remote = |p: &Range| iovec { iov_base: p.start as *mut _, iov_len: p.len as usize };
-    let remote: Vec<iovec> = places.iter().map(remote).collect();
+    let remote = vectors(places);
     let local = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total as usize };
     // SAFETY: `local` describes `to`, which is exclusively ours and long enough; the
     // remote side is only read, by the kernel, which checks every address.
-    let n = unsafe {
-        libc::process_vm_readv(
-            pid as libc::pid_t,
-            &local,
-            1,
-            remote.as_ptr(),
-            remote.len() as c_ulong,
-            0,
-        )
-    };
+    let (pid, count) = (pid as libc::pid_t, remote.len() as c_ulong);
+    let n = unsafe { libc::process_vm_readv(pid, &local, 1, remote.as_ptr(), count, 0) };
     check(n as c_long)
 }
 

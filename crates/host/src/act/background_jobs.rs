@@ -61,11 +61,8 @@ pub(crate) trait Background: Debug + Send {
 
 type Shared<S> = Arc<Mutex<BTreeMap<VmId, S>>>;
 
-#[derive(Debug)]
-struct Job<O> {
-    order: O,
-    cgroup: Option<PathBuf>,
-}
+/// An order, and the directory of its VM's memory cgroup.
+type Job<O> = (O, Option<PathBuf>);
 
 #[derive(Debug)]
 pub(crate) struct BackgroundJobs<O: TaskOrder<Sample: TaskSample>, C> {
@@ -88,7 +85,7 @@ impl<O: TaskOrder<Sample: TaskSample>, C: Default + 'static> BackgroundJobs<O, C
         });
         // Held while it is sent: its end must not be told before its beginning.
         let mut samples = lock(&self.samples);
-        let sample = samples.entry(job.order.vm()).or_default();
+        let sample = samples.entry(job.0.vm()).or_default();
         match jobs.try_send(job) {
             Ok(()) => *O::state(sample).0 = true,
             Err(e) => over::<O>(sample, Err(format!("cannot be ordered: {e}"))),
@@ -101,7 +98,7 @@ impl<O: TaskOrder<Sample: TaskSample>, C: Default + Debug + 'static> Background
 {
     fn order(&mut self, orders: &Orders, cgroup: &dyn Fn(VmId) -> Option<PathBuf>) {
         for order in O::list(orders) {
-            self.begin(Job { order: order.clone(), cgroup: cgroup(order.vm()) });
+            self.begin((order.clone(), cgroup(order.vm())));
         }
     }
 
@@ -123,7 +120,7 @@ fn run<O: TaskOrder<Sample: TaskSample>, C: Default>(
     work: Work<O, C>,
 ) {
     let mut kept: BTreeMap<VmId, C> = BTreeMap::new();
-    while let Ok(Job { order, cgroup }) = jobs.recv() {
+    while let Ok((order, cgroup)) = jobs.recv() {
         let vm = order.vm();
         let at = At { root, vm, cgroup: cgroup.as_deref() };
         let outcome = work(at, &order, kept.entry(vm).or_default());

@@ -18,7 +18,7 @@ use ebb_core::task::{OffloadOrder, OffloadSample};
 use ebb_core::units::Bytes;
 
 use super::background_jobs::{At, TaskSample};
-use super::process::{Advice, Process};
+use super::process::{Advice, Process, there};
 use crate::probe::maps::read_ram_mappings;
 use crate::sys::Range;
 
@@ -75,8 +75,7 @@ pub(super) fn carry_out(
             _ => return Ok(gone(&before, &process.memory()?)),
         }
     }
-    let ranges = read_ram_mappings(at.root, at.vm.pid).map_err(|e| e.to_string())?;
-    let ranges = ranges.ok_or("the process has ended")?;
+    let ranges = there(read_ram_mappings(at.root, at.vm.pid))?;
     let all: u64 = ranges.iter().map(|r| r.len).sum();
     let (started, mut walked) = (Instant::now(), 0);
     let mut after = before;

@@ -11,7 +11,7 @@ use ebb_core::task::{PartialThpOrder, PartialThpSample};
 use ebb_core::units::{Bytes, PAGE};
 
 use super::background_jobs::{At, TaskSample};
-use super::process::{Advice, Process};
+use super::process::{Advice, Process, there};
 use crate::probe::maps::read_ram_neighbours;
 use crate::probe::pagemap::{Entry, Flags, FrameFlags, Pagemap};
 use crate::root::{Root, is_absent};
@@ -58,8 +58,7 @@ pub(super) fn carry_out(
         return Ok(done);
     }
     let process = Process::open(root, vm)?;
-    let ram = read_ram_neighbours(root, vm.pid).map_err(|e| e.to_string())?;
-    let ram = ram.ok_or("the process has ended")?;
+    let ram = there(read_ram_neighbours(root, vm.pid))?;
     let pagemap = Pagemap::open(root, vm.pid);
     let pagemap = pagemap.map_err(|e| format!("/proc/{}/pagemap: {e}", vm.pid))?;
     let flags = FrameFlags::open(root).map_err(|e| format!("/proc/kpageflags: {e}"))?;

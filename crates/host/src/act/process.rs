@@ -7,16 +7,21 @@ use ebb_core::sample::{ProcessMemory, VmId};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::probe::process::{read_stat, read_status};
-use crate::root::Root;
-use crate::sys::{Range, VECTOR_MAX};
+use crate::root::{Probed, Root};
+use crate::sys::{Range, VECTOR_MAX, check, vectors};
 
 /// What the kernel is told about memory. None of it changes data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Advice {
     /// Not used soon. Of a huge page that is named in part, it splits the whole.
-    Cold,
+    Cold = libc::MADV_COLD as isize,
     /// Not used soon: to swap with it.
-    PageOut,
+    PageOut = libc::MADV_PAGEOUT as isize,
+}
+
+/// What was read of a process, as a text for people where there is none.
+pub(super) fn there<T>(read: Probed<T>) -> Result<T, String> {
+    read.map_err(|e| e.to_string())?.ok_or_else(|| "the process has ended".into())
 }
 
 /// The process: its pid cannot become another's meanwhile.
@@ -38,8 +43,7 @@ impl Process<'_> {
     }
 
     pub fn memory(&self) -> Result<ProcessMemory, String> {
-        let read = read_status(self.root, self.id.pid).map_err(|e| e.to_string())?;
-        read.ok_or_else(|| "the process has ended".into())
+        there(read_status(self.root, self.id.pid))
     }
 
     /// Tells it of these places. One that was unmapped meanwhile, or is of a kind that
@@ -63,28 +67,12 @@ impl Process<'_> {
     }
 
     fn call(&self, places: &[Range], advice: Advice) -> std::io::Result<u64> {
-        let part = |r: &Range| libc::iovec {
-            iov_base: r.start as *mut libc::c_void,
-            iov_len: r.len as usize,
-        };
-        let parts: Vec<libc::iovec> = places.iter().map(part).collect();
-        let advice = match advice {
-            Advice::Cold => libc::MADV_COLD,
-            Advice::PageOut => libc::MADV_PAGEOUT,
-        };
+        let (parts, fd) = (vectors(places), self.pidfd.as_raw_fd());
+        let (call, advice) = (libc::SYS_process_madvise, advice as i32);
         // SAFETY: `parts` outlives the call; the addresses in it are another process's
         // and are never dereferenced here. Neither advice changes data.
-        let done = unsafe {
-            libc::syscall(
-                libc::SYS_process_madvise,
-                self.pidfd.as_raw_fd(),
-                parts.as_ptr(),
-                parts.len(),
-                advice,
-                0u32,
-            )
-        };
-        if done < 0 { Err(std::io::Error::last_os_error()) } else { Ok(done as u64) }
+        let done = unsafe { libc::syscall(call, fd, parts.as_ptr(), parts.len(), advice, 0u32) };
+        check(done).map(|done| done as u64)
     }
 }
 

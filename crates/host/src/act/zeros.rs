@@ -25,7 +25,7 @@ use ebb_core::units::{Bytes, PAGE};
 use rustix::io::Errno;
 
 use super::background_jobs::{At, TaskSample};
-use super::process::{Advice, Process};
+use super::process::{Advice, Process, there};
 use crate::probe::pagemap::Pagemap;
 use crate::probe::vmstat::zeros_are_not_written;
 use crate::root::{Root, is_absent};
@@ -71,8 +71,7 @@ pub(super) fn carry_out(
     cursor: &mut u64,
 ) -> Result<ZeroOutcome, String> {
     let process = Process::open(root, vm)?;
-    let found = Found::look(root, vm, &order.name, "").map_err(|e| e.to_string())?;
-    let found = found.ok_or("the process has ended")?;
+    let found = there(Found::look(root, vm, &order.name, ""))?;
     let target = found.target.ok_or("it has no RAM of its own: huge or shared pages")?;
     let mut ram = target.ram;
     subtract(&mut ram, &target.merged);
