@@ -120,8 +120,12 @@ pub struct Inventory {
     anew: bool,
 }
 
-fn hmp(line: String) -> Option<Value> {
-    Some(json!({ "command-line": line }))
+fn human(inquiry: Inquiry, line: &str) -> Question {
+    (inquiry, "human-monitor-command", Some(json!({ "command-line": line })))
+}
+
+fn list(inquiry: Inquiry, path: &str) -> Question {
+    (inquiry, "qom-list", Some(qmp_balloon::list(path)))
 }
 
 impl Inventory {
@@ -143,13 +147,10 @@ impl Inventory {
         if std::mem::take(&mut self.anew) {
             self.lasting = None;
         }
-        const HUMAN: &str = "human-monitor-command";
-        let mut all: Vec<Question> = Vec::new();
-        for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
-            all.push((Inquiry::Folder(i), "qom-list", Some(qmp_balloon::list(folder))));
-        }
-        all.push((Inquiry::Objects, "qom-list", Some(qmp_balloon::list("/objects"))));
-        all.push((Inquiry::Network, HUMAN, hmp("info network".into())));
+        let folders = DEVICE_FOLDERS.iter().enumerate();
+        let mut all: Vec<Question> = folders.map(|(i, f)| list(Inquiry::Folder(i), f)).collect();
+        all.push(list(Inquiry::Objects, "/objects"));
+        all.push(human(Inquiry::Network, "info network"));
         all.push((Inquiry::Block, "query-named-block-nodes", Some(json!({ "flat": true }))));
         all.push((Inquiry::Capabilities, "query-migrate-capabilities", None));
         all.push((Inquiry::Parameters, "query-migrate-parameters", None));
@@ -158,10 +159,10 @@ impl Inventory {
                 let get = qmp_balloon::get("/machine", property);
                 all.push((Inquiry::Machine(i), "qom-get", Some(get)));
             }
-            all.push((Inquiry::Firmware, HUMAN, hmp("xp /16xb 0xffffffd0".into())));
-            all.push((Inquiry::Tree, HUMAN, hmp("info mtree -f".into())));
+            all.push(human(Inquiry::Firmware, "xp /16xb 0xffffffd0"));
+            all.push(human(Inquiry::Tree, "info mtree -f"));
             all.push((Inquiry::Backends, "query-memdev", None));
-            all.push((Inquiry::Order, HUMAN, hmp("info ramblock".into())));
+            all.push(human(Inquiry::Order, "info ramblock"));
         }
         self.begun = Some(now);
         self.waits = all.iter().map(|q| q.0).collect();
@@ -172,17 +173,13 @@ impl Inventory {
     pub fn answer(&mut self, inquiry: Inquiry, value: Option<Value>) -> Vec<Question> {
         self.waits.retain(|w| *w != inquiry);
         self.answers.insert(inquiry, value);
-        if !matches!(inquiry, Inquiry::Tree | Inquiry::Backends)
-            || self.waits.contains(&Inquiry::Tree)
-            || self.waits.contains(&Inquiry::Backends)
-        {
+        let both = [Inquiry::Tree, Inquiry::Backends];
+        if !both.contains(&inquiry) || both.iter().any(|b| self.waits.contains(b)) {
             return Vec::new();
         }
-        let question = |(i, start): (usize, u64)| {
-            (Inquiry::Address(i), "human-monitor-command", hmp(format!("gpa2hva {start:#x}")))
-        };
-        let starts = self.stretches().into_iter().map(|(start, _, _)| start);
-        let asked: Vec<Question> = starts.enumerate().map(question).collect();
+        let stretches = self.stretches();
+        let starts = stretches.iter().map(|(start, ..)| format!("gpa2hva {start:#x}")).enumerate();
+        let asked: Vec<Question> = starts.map(|(i, s)| human(Inquiry::Address(i), &s)).collect();
         self.waits.extend(asked.iter().map(|q| q.0));
         asked
     }
