@@ -88,18 +88,10 @@ impl Address {
 /// What the thread is asked to do.
 #[derive(Debug)]
 enum WorkerRequest {
-    Attach(Attach),
+    /// A VM's QMP client wants to speak with a domain; `end` is the thread's end of its socket.
+    Attach { address: Address, end: OwnedFd, words: Words, monitor: bool },
     /// To follow this domain's metadata.
     Watch(Address, Watch),
-}
-
-/// A VM's QMP client that wants to speak with a domain, as the thread gets it.
-#[derive(Debug)]
-struct Attach {
-    address: Address,
-    end: OwnedFd,
-    words: Words,
-    monitor: bool,
 }
 
 /// The handle by which VMs reach the thread.
@@ -178,7 +170,7 @@ impl Libvirt {
         let words = Words::default();
         let label = PathBuf::from(format!("libvirt domain {}", address.domain));
         let client = Client::over(ours, label, words.clone());
-        self.ask(WorkerRequest::Attach(Attach { address, end, words, monitor }))?;
+        self.ask(WorkerRequest::Attach { address, end, words, monitor })?;
         Ok(client)
     }
 

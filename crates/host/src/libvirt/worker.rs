@@ -23,8 +23,8 @@ use rustix::io::Errno;
 use super::bridge::{Bridge, Purpose};
 use super::calls::{self, Domain, Numbers, Request};
 use super::rpc::{Heard, Refused, Rpc};
-use super::watch::{Step, Watch, Watcher};
-use super::{Address, Attach, PATIENCE, WorkerRequest};
+use super::watch::{Step, Watcher};
+use super::{Address, PATIENCE, WorkerRequest};
 use crate::background_look::BackgroundLook;
 use crate::qmp::Words;
 use crate::sockets::{self, interest};
@@ -109,18 +109,14 @@ pub(super) fn work(requests: &Receiver<WorkerRequest>, waker: &Waker) {
             match requests.try_recv() {
                 Ok(request) => {
                     next += 1;
-                    let (WorkerRequest::Attach(Attach { address, .. })
-                    | WorkerRequest::Watch(address, _)) = &request;
-                    let new = || Daemon::new(address.clone());
-                    let daemon = daemons.entry(address.key.clone()).or_insert_with(new);
+                    let (WorkerRequest::Attach { address, .. } | WorkerRequest::Watch(address, _)) =
+                        &request;
+                    let daemon = daemons.entry(address.key.clone()).or_default();
                     if daemon.connections.is_empty() {
                         // The process that leads to it may be another's by now.
                         daemon.address = address.clone();
                     }
-                    match request {
-                        WorkerRequest::Attach(attach) => daemon.attach(next, attach),
-                        WorkerRequest::Watch(address, watch) => daemon.watch(next, address, watch),
-                    }
+                    daemon.take_on(next, request);
                 }
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => return,
@@ -241,19 +237,17 @@ impl Client {
 }
 
 impl Daemon {
-    fn new(address: Address) -> Daemon {
-        Daemon { address, ..Daemon::default() }
-    }
-
-    fn attach(&mut self, key: u64, attach: Attach) {
-        let Attach { address, end, words, monitor } = attach;
-        let bridge = Bridge::new(address.domain, monitor);
-        let client = Client { end: Ok(end), words, bridge, busy: false, alone: false };
-        self.clients.insert(key, client);
-    }
-
-    fn watch(&mut self, key: u64, address: Address, watch: Watch) {
-        self.watchers.insert(key, Watcher::new(address.domain, watch));
+    fn take_on(&mut self, key: u64, request: WorkerRequest) {
+        match request {
+            WorkerRequest::Attach { address, end, words, monitor } => {
+                let bridge = Bridge::new(address.domain, monitor);
+                let client = Client { end: Ok(end), words, bridge, busy: false, alone: false };
+                self.clients.insert(key, client);
+            }
+            WorkerRequest::Watch(address, watch) => {
+                self.watchers.insert(key, Watcher::new(address.domain, watch));
+            }
+        }
     }
 
     fn has_work(&self) -> bool {

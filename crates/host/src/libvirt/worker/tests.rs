@@ -23,7 +23,7 @@ fn attached(
     end.set_nonblocking(true).unwrap();
     ours.set_read_timeout(Some(patience)).unwrap();
     let (words, end) = (Words::default(), end.into());
-    requests.send(WorkerRequest::Attach(Attach { address, end, words, monitor: false })).unwrap();
+    requests.send(WorkerRequest::Attach { address, end, words, monitor: false }).unwrap();
     waker.wake();
     ours
 }
@@ -199,7 +199,7 @@ fn a_daemon_is_left_when_it_has_had_no_domain_for_long() {
         owner: Some(0),
         container: None,
     };
-    let mut daemon = Daemon::new(address);
+    let mut daemon = Daemon { address, ..Daemon::default() };
     let now = Instant::now();
     assert!(!daemon.count_idle(now));
     assert!(!daemon.count_idle(now + IDLE / 2));
