@@ -19,7 +19,7 @@ pub(super) enum Advice {
     PageOut = libc::MADV_PAGEOUT as isize,
 }
 
-/// What was read of a process, as a text for people where there is none.
+/// What was read of a process; an error for people, also where it has ended.
 pub(super) fn there<T>(read: Probed<T>) -> Result<T, String> {
     read.map_err(|e| e.to_string())?.ok_or_else(|| "the process has ended".into())
 }

@@ -89,23 +89,17 @@ impl AgentLink {
                     status.held = self.status.as_ref().and_then(|s| s.held);
                     status.held_partial = self.status.as_ref().and_then(|s| s.held_partial);
                 }
-                match (status.unclear, self.unclear) {
-                    (Some(new), Some((known, _))) if new == known => {}
-                    (new, _) => {
-                        self.unclear = new.map(|generation| (generation, Instant::now()));
-                        self.mapped = None;
-                    }
+                let known = self.unclear.map(|(generation, _)| generation);
+                if status.unclear.is_none() || status.unclear != known {
+                    self.unclear = status.unclear.map(|new| (new, Instant::now()));
+                    self.mapped = None;
                 }
-                self.aside_since = match (status.passes, self.aside_since) {
-                    (true, since) => since.or_else(|| Some(Instant::now())),
-                    (false, _) => None,
-                };
+                let since = || self.aside_since.unwrap_or_else(Instant::now);
+                self.aside_since = status.passes.then(since);
                 self.open = status.open.or(self.open);
                 self.status = Some(status);
             }
-            (RequestKind::Facts, Ok(Answer::Facts(facts))) => {
-                self.facts = Some(facts);
-            }
+            (RequestKind::Facts, Ok(Answer::Facts(facts))) => self.facts = Some(facts),
             (RequestKind::Recycle, Ok(Answer::Recycled(done))) => self.more = done.more,
             (_, Err(AgentError::Refused(..)) | Ok(_)) => {}
             (_, Err(e)) => self.lose(e.to_string()),

@@ -205,9 +205,8 @@ impl Vm {
             }
             if event.name == BALLOON_CHANGE {
                 self.moved = Some(Instant::now());
-            }
-            // One that came while the tick asked may tell more than its answers.
-            if event.name != BALLOON_CHANGE {
+            } else {
+                // One that came while the tick asked may tell more than its answers.
                 self.ran_asked = None;
             }
             self.events.extend(qmp_balloon::parse_event(&event));

@@ -47,22 +47,20 @@ impl Vm {
         let usable: Vec<PathBuf> =
             of_kind(SocketKind::Own).chain(of_kind(SocketKind::Shared)).collect();
         if usable.is_empty() {
-            if let Some(manager) = paths.iter().find_map(|p| Manager::of(p)) {
-                return Err(format!(
-                    "its QMP socket {} is {}'s: start it with a further -qmp \
-                     unix:/run/NAME-ebb.qmp,server=on,wait=off{}",
-                    paths[0].display(),
-                    manager.name(),
-                    match manager.stays() {
-                        true => "",
-                        false => ", or set host.sockets = \"known\"",
-                    }
-                ));
-            }
+            let manager = paths.iter().find_map(|p| Manager::of(p));
+            let whose = manager.map_or("may be another program's".into(), |manager| {
+                format!("is {}'s", manager.name())
+            });
+            let or = match manager {
+                Some(manager) if manager.stays() => "",
+                Some(_) => ", or set host.sockets = \"known\"",
+                None => {
+                    ", or name the socket as qmp in [vm.NAME], or set host.sockets = \"shared\""
+                }
+            };
             return Err(format!(
-                "its QMP socket {} may be another program's: start it with a further -qmp \
-                 unix:/run/NAME-ebb.qmp,server=on,wait=off, or name the socket as qmp in \
-                 [vm.NAME], or set host.sockets = \"shared\"",
+                "its QMP socket {} {whose}: start it with a further -qmp \
+                 unix:/run/NAME-ebb.qmp,server=on,wait=off{or}",
                 paths[0].display()
             ));
         }
