@@ -70,7 +70,12 @@ impl Agent {
     /// Connects; Unix sockets do so at once or not at all.
     pub fn connect(path: impl Into<PathBuf>) -> Result<Agent, AgentError> {
         let path = path.into();
-        let socket = open_socket(&path)?;
+        let named = path.display().to_string();
+        let socket = sockets::connect(&path).map_err(|e| match e {
+            Errno::NOENT | Errno::CONNREFUSED => AgentError::None(named),
+            Errno::ACCESS | Errno::PERM => AgentError::Denied(named),
+            e => io_error(&path, "connect", e),
+        })?;
         Ok(Agent::over(socket, path))
     }
 
@@ -238,15 +243,6 @@ fn send_descriptor(
 
 fn io_error(path: &Path, call: &'static str, e: Errno) -> AgentError {
     AgentError::Io(path.display().to_string(), call, e.to_string())
-}
-
-fn open_socket(path: &Path) -> Result<OwnedFd, AgentError> {
-    let named = path.display().to_string();
-    sockets::connect(path).map_err(|e| match e {
-        Errno::NOENT | Errno::CONNREFUSED => AgentError::None(named),
-        Errno::ACCESS | Errno::PERM => AgentError::Denied(named),
-        e => io_error(path, "connect", e),
-    })
 }
 
 #[cfg(test)]

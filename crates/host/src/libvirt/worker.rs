@@ -164,6 +164,11 @@ fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> V
     daemons.values().map(of).collect()
 }
 
+/// The keys of those of which this is true.
+fn keys<T>(all: &BTreeMap<u64, T>, is: impl Fn(&T) -> bool) -> Vec<u64> {
+    all.iter().filter(|(_, one)| is(one)).map(|(key, _)| *key).collect()
+}
+
 /// What has come; `None`: the peer is gone.
 fn received(socket: &OwnedFd) -> Option<Vec<u8>> {
     sockets::receive(socket).ok().filter(|(all, there)| *there || !all.is_empty()).map(|r| r.0)
@@ -322,9 +327,7 @@ impl Daemon {
     fn ask_all(&mut self, now: Instant) {
         let wanted = |c: &Client| c.bridge.bulk_at().is_some_and(|at| at <= now);
         let alone = |c: &Client| c.alone && !c.busy && wanted(c);
-        let keys: Vec<u64> =
-            self.clients.iter().filter(|(_, c)| alone(c)).map(|(k, _)| *k).collect();
-        for key in keys {
+        for key in keys(&self.clients, alone) {
             let Some(domain) = self.clients.get(&key).and_then(|c| c.bridge.domain.as_ref()) else {
                 continue;
             };
@@ -357,8 +360,7 @@ impl Daemon {
         let busy = self.clients.values().filter(|c| c.busy).map(|c| c.bridge.name.as_str());
         let busy: BTreeSet<&str> = busy.chain(self.left.values().map(String::as_str)).collect();
         let due = |c: &Client| c.bridge.has_call() && !busy.contains(c.bridge.name.as_str());
-        let keys: Vec<u64> = self.clients.iter().filter(|(_, c)| due(c)).map(|(k, _)| *k).collect();
-        for key in keys {
+        for key in keys(&self.clients, due) {
             let Some(client) = self.clients.get_mut(&key) else { continue };
             let most = if client.bridge.has_order() { FOR_ORDERS } else { CONNECTIONS };
             let Some(i) = self.free(most) else { continue };
@@ -371,9 +373,7 @@ impl Daemon {
 
     fn ask_metadata(&mut self, now: Instant) {
         let due = |w: &Watcher| w.due(now).is_some_and(|at| at <= now);
-        let keys: Vec<u64> =
-            self.watchers.iter().filter(|(_, w)| due(w)).map(|(k, _)| *k).collect();
-        for key in keys {
+        for key in keys(&self.watchers, due) {
             let Some(i) = self.free(CONNECTIONS) else { return };
             let Some(watcher) = self.watchers.get_mut(&key) else { continue };
             let (step, request) = watcher.call(now);

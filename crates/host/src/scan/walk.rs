@@ -95,22 +95,16 @@ impl Walker {
         listed: &ListedPages,
         runs: &mut Runs,
     ) -> Result<u64> {
+        let (mut held, scans) = (Vec::new(), self.listing == Listing::Scan);
+        match scans {
+            true => self.pagemap.scan(range, |run, _huge| held.push(run))?,
+            false => held.push(range),
+        }
         let mut passed = 0;
-        match self.listing {
-            Listing::Scan => {
-                let mut held = Vec::new();
-                self.pagemap.scan(range, |run, _huge| held.push(run))?;
-                for part in held.into_iter().flat_map(|run| parts(run, merged)) {
-                    match part {
-                        (part, true) => self.sift(part, Some(listed), runs, &mut passed)?,
-                        (part, false) => runs.own.push(part),
-                    }
-                }
-            }
-            Listing::Entries => {
-                for (part, merged) in parts(range, merged) {
-                    self.sift(part, merged.then_some(listed), runs, &mut passed)?;
-                }
+        for (part, merged) in held.into_iter().flat_map(|run| parts(run, merged)) {
+            match merged || !scans {
+                true => self.sift(part, merged.then_some(listed), runs, &mut passed)?,
+                false => runs.own.push(part),
             }
         }
         Ok(passed)

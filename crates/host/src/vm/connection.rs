@@ -120,12 +120,9 @@ impl Vm {
     }
 
     /// The connection, if commands are served promptly.
-    pub fn usable(&mut self) -> Result<&mut Client, Link> {
-        let link = self.link();
-        match &mut self.client {
-            Some(c) if c.state().serves() && self.slow_since.is_none() => Ok(c),
-            _ => Err(link),
-        }
+    pub fn usable(&mut self) -> Option<&mut Client> {
+        let prompt = self.slow_since.is_none();
+        self.client.as_mut().filter(|c| prompt && c.state().serves())
     }
 
     /// Has a lost connection tried again soon: the VM is owed something.

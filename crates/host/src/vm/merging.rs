@@ -28,11 +28,11 @@ impl Vm {
     pub fn switch_merging(&mut self, open: bool) {
         let mut merging = std::mem::take(&mut self.merging);
         match self.usable() {
-            Ok(client) => {
+            Some(client) => {
                 merging.order(open, client);
                 client.flush();
             }
-            Err(_) => merging.error = Some("no QMP connection".into()),
+            None => merging.error = Some("no QMP connection".into()),
         }
         self.merging = merging;
     }

@@ -188,7 +188,7 @@ impl Vm {
     /// its answer can be told from that.
     pub fn kick(&mut self, at: Stamp) {
         let (Some(device), Some(interval)) = (self.device.clone(), self.interval) else { return };
-        if self.access.look_only || self.usable().is_err() {
+        if self.access.look_only || self.usable().is_none() {
             return;
         }
         if self.is_shared() {
