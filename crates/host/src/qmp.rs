@@ -34,7 +34,8 @@ const MOST_VISITS: usize = 32;
 pub struct Client {
     path: PathBuf,
     socket: Option<OwnedFd>,
-    protocol: Protocol,
+    /// The state machine, for what needs no socket.
+    pub protocol: Protocol,
     opened: Instant,
     heard: Instant,
     /// The reason for which the peer that stands in for QEMU closed the connection.
@@ -144,11 +145,6 @@ impl Client {
     /// For `poll`; `None` after a failure.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_ref().map(AsFd::as_fd)
-    }
-
-    /// The state machine, for what needs no socket.
-    pub fn protocol(&mut self) -> &mut Protocol {
-        &mut self.protocol
     }
 
     /// See [`Protocol::send`]. Written by the next [`Client::pump`].

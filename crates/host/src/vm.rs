@@ -294,7 +294,7 @@ impl Vm {
         {
             let ms = GIVE_UP.as_millis() as u64;
             let path = client.path().display().to_string();
-            client.protocol().fail(QmpError::Timeout(path, "any command".into(), ms));
+            client.protocol.fail(QmpError::Timeout(path, "any command".into(), ms));
         }
         self.reap(now);
         if self.client.is_none() && self.retry_at.is_none_or(|at| now >= at) {
@@ -313,7 +313,7 @@ impl Vm {
         self.take_events();
         if let Some(client) = &mut self.client {
             let asked = self.asked.iter().map(|(_, id)| *id).chain(self.restoring);
-            asked.for_each(|id| client.protocol().not_wait(id));
+            asked.for_each(|id| client.protocol.not_wait(id));
         }
         let id = self.process.id;
         self.seen = false;

@@ -85,7 +85,7 @@ fn a_command_is_answered_across_events_and_odd_pieces() {
     assert_eq!(client.peer_pid(), Some(std::process::id()));
     let answer = client.execute("balloon", Some(json!({ "value": 1 })), 5 * SECOND).unwrap();
     assert_eq!(answer, json!({ "text": "}\"{" }));
-    let events = client.protocol().take_events();
+    let events = client.protocol.take_events();
     assert_eq!(events[0].name, "RESET");
     let error = client.execute("stop", None, Duration::from_millis(10)).unwrap_err();
     assert!(matches!(error, QmpError::Timeout(..)), "{error}");
@@ -165,7 +165,7 @@ fn an_error_reply_leaves_the_connection_usable_and_a_late_one_is_dropped() {
     let error = client.execute("stop", None, Duration::from_millis(20)).unwrap_err();
     assert!(error.to_string().ends_with("stop: no answer within 20 ms"), "{error}");
     assert_eq!(client.execute("cont", None, 5 * SECOND), Ok(json!("third")));
-    assert!(client.protocol().is_done());
+    assert!(client.protocol.is_done());
     drop(client);
     peer.thread.join().unwrap();
 }
@@ -222,7 +222,7 @@ fn one_hung_peer_does_not_delay_the_others() {
     assert_eq!(poll_all(&mut [&mut slow, &mut fast], until), 1);
     assert!(fast.take_reply(answered).unwrap().is_ok() && slow.take_reply(hung).is_none());
     // Once forgotten it is not waited for again.
-    slow.protocol().forget(hung);
+    slow.protocol.forget(hung);
     let (id, start) = (fast.send("b", None).unwrap(), Instant::now());
     assert_eq!(poll_all(&mut [&mut slow, &mut fast], start + 5 * SECOND), 0);
     assert!(fast.take_reply(id).unwrap().is_ok() && start.elapsed() < 4 * SECOND);

@@ -144,10 +144,10 @@ fn a_command_that_was_not_sent_can_be_taken_back() {
     let order = client.send("balloon", Some(json!({ "value": 1 }))).unwrap();
     let id = client.send("query-status", None).unwrap();
     poll(&mut client);
-    assert!(client.protocol().take_back(order) && !client.protocol().take_back(order));
+    assert!(client.protocol.take_back(order) && !client.protocol.take_back(order));
     let peer = server.serve();
     poll_all(&mut [&mut client], Instant::now() + LONG);
-    assert!(!client.protocol().take_back(id), "it was sent");
+    assert!(!client.protocol.take_back(id), "it was sent");
     assert!(matches!(client.take_reply(id), Some(Ok(_))) && client.take_reply(order).is_none());
     assert_eq!(peer.join().unwrap(), ["qmp_capabilities", "query-status"]);
 }

@@ -121,7 +121,7 @@ fn vm_qmp_commands_events_and_a_second_client() {
     assert!(second.to_string().contains("another client is served"), "{second}");
     client.execute("cont", None, LONG).unwrap();
     let until = Instant::now() + LONG;
-    while !client.protocol().any_event(|e| e.name == "RESUME") {
+    while !client.protocol.any_event(|e| e.name == "RESUME") {
         assert!(Instant::now() < until, "no RESUME");
         client.pump();
         std::thread::sleep(Duration::from_millis(5));

@@ -136,7 +136,7 @@ impl Vm {
         let (actual, ordered) = (of_balloon(self.actual), of_balloon(self.ordered));
         let ready = self.ready;
         self.client.as_mut().is_some_and(|c| {
-            c.protocol().any_event(|e| {
+            c.protocol.any_event(|e| {
                 qmp_balloon::URGENT.contains(&e.name.as_str())
                     || qmp_balloon::tells_more_than_ordered(e, actual, ordered)
             }) || ready && c.state() == State::Failed
@@ -165,7 +165,7 @@ impl Vm {
         if !at_once {
             // The tick speaks with all VMs together, so the answer comes after it.
             if let (Some(client), Some(command)) = (&mut self.client, self.restoring)
-                && client.protocol().is_pending(command)
+                && client.protocol.is_pending(command)
             {
                 return true;
             }

@@ -225,7 +225,7 @@ impl UnderWay {
             Step::Setting(ids) => ids,
             Step::Looking(_) => &[],
         };
-        commands.iter().for_each(|id| client.protocol().forget(*id));
+        commands.iter().for_each(|id| client.protocol.forget(*id));
     }
 }
 

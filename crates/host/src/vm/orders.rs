@@ -49,9 +49,7 @@ impl Vm {
         let over: Vec<PendingOrder> = self.orders.drain(..=at).collect();
         let to = over.last().map(|order| order.to);
         // QEMU's answers to those before are not taken any more.
-        self.client
-            .iter_mut()
-            .for_each(|c| over.iter().for_each(|o| c.protocol().forget(o.command)));
+        self.client.iter_mut().for_each(|c| over.iter().for_each(|o| c.protocol.forget(o.command)));
         match self.orders.first_mut() {
             Some(next) => next.before = (to, !carried_out),
             None => self.loose = !carried_out,
@@ -70,7 +68,7 @@ impl Vm {
 
     /// Takes an order back that waits for QEMU to serve; whether it did.
     pub fn take_back(&mut self, command: u64) -> bool {
-        let waited = self.client.as_mut().is_some_and(|c| c.protocol().take_back(command));
+        let waited = self.client.as_mut().is_some_and(|c| c.protocol.take_back(command));
         if waited {
             self.not_sent(command);
         }
@@ -79,7 +77,7 @@ impl Vm {
 
     /// QEMU was told and has not answered in time.
     pub fn not_answered(&mut self, command: u64) {
-        self.client.iter_mut().for_each(|c| c.protocol().not_wait(command));
+        self.client.iter_mut().for_each(|c| c.protocol.not_wait(command));
     }
 
     /// Takes the answers to orders that came after their time was up.
@@ -154,7 +152,7 @@ impl Vm {
         let again = std::mem::replace(&mut self.was_looked_at, self.access.look_only);
         let restored = self.restoring.take();
         if let (Some(command), Some(client)) = (restored, &mut self.client) {
-            client.protocol().forget(command);
+            client.protocol.forget(command);
         }
         let (Some(device), false) = (self.device.clone(), self.access.look_only) else { return };
         if let (Some(_), Some(interval)) = (restored, self.interval) {
@@ -214,7 +212,7 @@ impl Vm {
         let Some(client) = &mut self.client else { return };
         for set in qmp_balloon::ask_now(&device, interval) {
             if let Ok(id) = client.send("qom-set", Some(set)) {
-                client.protocol().forget(id);
+                client.protocol.forget(id);
             }
         }
         client.flush();

@@ -54,7 +54,7 @@ impl Vm {
 
     /// Whether QEMU has told such an event that was not taken yet.
     pub(super) fn any_event(&mut self, is: impl FnMut(&Event) -> bool) -> bool {
-        self.client.as_mut().is_some_and(|c| c.protocol().any_event(is))
+        self.client.as_mut().is_some_and(|c| c.protocol.any_event(is))
     }
 
     pub(super) fn questions(&mut self, now: Instant) {

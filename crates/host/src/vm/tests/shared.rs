@@ -388,7 +388,7 @@ fn a_round_of_questions_that_was_not_answered_begins_anew() {
     assert!(begins(&mut vm) && !begins(&mut vm), "one round at a time");
     vm.send(Query::Inventory(Inquiry::Tree), "human-monitor-command", None);
     let busy = QmpError::Busy(path.display().to_string(), "another client is served".into());
-    vm.client.as_mut().unwrap().protocol().leave(&busy);
+    vm.client.as_mut().unwrap().protocol.leave(&busy);
     vm.hear();
     assert!(begins(&mut vm));
 }
