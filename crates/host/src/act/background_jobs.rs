@@ -19,18 +19,14 @@ const WAITING: usize = 64;
 
 /// What a sample tells of a VM's orders.
 pub(crate) trait TaskSample: Clone + Default + Send + Debug + 'static {
-    /// What carrying one out results in; by default it has done nothing.
-    type Outcome: Default;
-    fn add(&mut self, outcome: Self::Outcome);
+    /// Adds what one more order has done; by default it has done nothing.
+    fn add(&mut self, done: Self);
 }
 
 /// An order came to its end, or could not be given.
-fn over<O: TaskOrder<Sample: TaskSample>>(
-    sample: &mut O::Sample,
-    outcome: Result<<O::Sample as TaskSample>::Outcome, String>,
-) {
-    let failed = outcome.as_ref().err().cloned();
-    sample.add(outcome.unwrap_or_default());
+fn over<O: TaskOrder<Sample: TaskSample>>(sample: &mut O::Sample, done: Result<O::Sample, String>) {
+    let failed = done.as_ref().err().cloned();
+    sample.add(done.unwrap_or_default());
     let (busy, error) = O::state(sample);
     (*busy, *error) = (false, failed);
 }
@@ -45,8 +41,7 @@ pub(crate) struct At<'a> {
 }
 
 /// Carries an order out; the last argument is kept for the VM's next one.
-pub(crate) type Work<O, C> =
-    fn(At<'_>, &O, &mut C) -> Result<<<O as TaskOrder>::Sample as TaskSample>::Outcome, String>;
+pub(crate) type Work<O, C> = fn(At<'_>, &O, &mut C) -> Result<<O as TaskOrder>::Sample, String>;
 
 /// A mechanism that works beside the loop.
 pub(crate) trait Background: Debug + Send {

@@ -35,10 +35,8 @@ fn next_piece(ranges: &[Range], cursor: u64) -> Option<Range> {
 }
 
 impl TaskSample for OffloadSample {
-    type Outcome = Bytes;
-
-    fn add(&mut self, paged_out: Bytes) {
-        self.paged_out += paged_out;
+    fn add(&mut self, done: OffloadSample) {
+        self.paged_out += done.paged_out;
     }
 }
 
@@ -63,7 +61,8 @@ pub(super) fn carry_out(
     at: At<'_>,
     order: &OffloadOrder,
     cursor: &mut u64,
-) -> Result<Bytes, String> {
+) -> Result<OffloadSample, String> {
+    let done = |paged_out| Ok(OffloadSample { paged_out, ..OffloadSample::default() });
     let process = Process::open(at.root, at.vm)?;
     let before = process.memory()?;
     if let Some(file) = own_reclaim(at) {
@@ -72,7 +71,7 @@ pub(super) fn carry_out(
             Err(e) if e.kind() != std::io::ErrorKind::WouldBlock => {
                 return Err(format!("{}: {e}", file.display()));
             }
-            _ => return Ok(gone(&before, &process.memory()?)),
+            _ => return done(gone(&before, &process.memory()?)),
         }
     }
     let ranges = there(read_ram_mappings(at.root, at.vm.pid))?;
@@ -86,7 +85,7 @@ pub(super) fn carry_out(
         *cursor = piece.end();
         after = process.memory()?;
     }
-    Ok(gone(&before, &after))
+    done(gone(&before, &after))
 }
 
 #[cfg(test)]

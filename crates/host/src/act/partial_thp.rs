@@ -29,18 +29,8 @@ const LOOKUPS: usize = 4;
 const PARTIAL: &str =
     "/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/stats/nr_anon_partially_mapped";
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PartialThpOutcome {
-    split: u64,
-    freed: Bytes,
-    /// It did not come to the end of RAM.
-    more: bool,
-}
-
 impl TaskSample for PartialThpSample {
-    type Outcome = PartialThpOutcome;
-
-    fn add(&mut self, done: PartialThpOutcome) {
+    fn add(&mut self, done: PartialThpSample) {
         self.split += done.split;
         self.freed += done.freed;
         self.more = done.more;
@@ -52,8 +42,8 @@ pub(super) fn carry_out(
     At { root, vm, .. }: At<'_>,
     order: &PartialThpOrder,
     cursor: &mut u64,
-) -> Result<PartialThpOutcome, String> {
-    let mut done = PartialThpOutcome::default();
+) -> Result<PartialThpSample, String> {
+    let mut done = PartialThpSample::default();
     if none_is_partial(root) {
         return Ok(done);
     }
@@ -105,7 +95,7 @@ fn split(
     process: &Process<'_>,
     flags: &FrameFlags,
     found: &mut Vec<Partial>,
-    done: &mut PartialThpOutcome,
+    done: &mut PartialThpSample,
 ) -> Result<(), String> {
     let places: Vec<Range> = found.iter().map(|t| Range { start: t.place, len: PAGE }).collect();
     process.advise(&places, Advice::Cold)?;

@@ -44,23 +44,12 @@ pub fn ways(root: &Root) -> ZeroWays {
     ZeroWays { split, pageout: zeros_are_not_written(root) }
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ZeroOutcome {
-    read: Bytes,
-    chosen: Bytes,
-    freed: Bytes,
-    /// It came to the end of RAM.
-    round: bool,
-}
-
 impl TaskSample for ZeroSample {
-    type Outcome = ZeroOutcome;
-
-    fn add(&mut self, done: ZeroOutcome) {
+    fn add(&mut self, done: ZeroSample) {
         self.read += done.read;
         self.chosen += done.chosen;
         self.freed += done.freed;
-        self.rounds += u64::from(done.round);
+        self.rounds += done.rounds;
     }
 }
 
@@ -69,7 +58,7 @@ pub(super) fn carry_out(
     At { root, vm, .. }: At<'_>,
     order: &ZeroOrder,
     cursor: &mut u64,
-) -> Result<ZeroOutcome, String> {
+) -> Result<ZeroSample, String> {
     let process = Process::open(root, vm)?;
     let found = there(Found::look(root, vm, &order.name, ""))?;
     let target = found.target.ok_or("it has no RAM of its own: huge or shared pages")?;
@@ -91,7 +80,8 @@ pub(super) fn carry_out(
         *cursor = 0;
     }
     let freed = before - process.memory()?.resident();
-    Ok(ZeroOutcome { freed: freed.min(scan.done.chosen), round, ..scan.done })
+    let (freed, rounds) = (freed.min(scan.done.chosen), u64::from(round));
+    Ok(ZeroSample { freed, rounds, ..scan.done })
 }
 
 /// The rest of RAM from here on, in windows that cut no huge page.
@@ -109,14 +99,14 @@ struct ZeroScan<'a> {
     pagemap: Pagemap,
     order: &'a ZeroOrder,
     buffer: Vec<u8>,
-    done: ZeroOutcome,
+    done: ZeroSample,
     swap: Bytes,
 }
 
 impl ZeroScan<'_> {
     fn open<'a>(root: &Root, pid: u32, order: &'a ZeroOrder) -> Result<ZeroScan<'a>, String> {
         let pagemap = Pagemap::open(root, pid).map_err(|e| format!("/proc/{pid}/pagemap: {e}"))?;
-        let (buffer, done) = (vec![0; HUGE as usize], ZeroOutcome::default());
+        let (buffer, done) = (vec![0; HUGE as usize], ZeroSample::default());
         Ok(ZeroScan { pid, pagemap, order, buffer, done, swap: order.swap })
     }
 
