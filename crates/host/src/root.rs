@@ -218,10 +218,7 @@ impl Root {
 
 /// Bytes that are not UTF-8 become U+FFFD.
 fn text(bytes: Vec<u8>) -> String {
-    match String::from_utf8(bytes) {
-        Ok(text) => text,
-        Err(e) => String::from_utf8_lossy(e.as_bytes()).into_owned(),
-    }
+    String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
 }
 
 /// All of an open file that the kernel makes as a whole: a read that fills less than it could

@@ -52,8 +52,7 @@ pub(crate) fn receive(socket: &OwnedFd) -> Result<(Vec<u8>, bool)> {
             Ok((0, _)) | Err(Errno::CONNRESET) => return Ok((all, false)),
             // There was no more; what comes later `poll` tells.
             Ok(_) if all.len() < all.capacity() => break,
-            Ok(_) => {}
-            Err(Errno::INTR) => {}
+            Ok(_) | Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => break,
             Err(e) => return Err(e),
         }

@@ -17,7 +17,6 @@ use crate::probe::regions::{Region, guest_ram, read_smaps};
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 use crate::root::{ProbeError, Root};
-use crate::sys::Range;
 
 /// Breaking a VM's merges is done while QEMU answers: microseconds a page.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -94,36 +93,23 @@ pub fn ksm_state(root: &Root, id: VmId) -> Result<KsmState, MergeableError> {
 }
 
 fn ksm_state_of(regions: &[Region]) -> Result<KsmState, MergeableError> {
-    let mut ram: Vec<(Range, KsmState)> = Vec::new();
-    for r in guest_ram(regions) {
-        let merged = r.ksm.unwrap_or_default();
-        match ram.last_mut() {
-            // Ranges that are open are mappings of their own.
-            Some((whole, state)) if whole.end() == r.range.start => {
-                whole.len += r.range.len;
-                state.open |= r.mergeable;
-                state.merged += merged;
-            }
-            _ => ram.push((r.range, KsmState { open: r.mergeable, merged })),
-        }
+    let ram = guest_ram(regions);
+    // Ranges that are open are mappings of their own.
+    let wholes = ram.chunk_by(|one, next| one.range.end() == next.range.start);
+    let is_large = |whole: &&[&Region]| whole.iter().map(|r| r.range.len).sum::<u64>() >= LEAST_RAM;
+    let ram = wholes.filter(is_large).collect::<Vec<_>>().concat();
+    if ram.is_empty() {
+        return Err(MergeableError::NoRam);
     }
-    ram.retain(|(range, _)| range.len >= LEAST_RAM);
-    match ram.is_empty() {
-        true => Err(MergeableError::NoRam),
-        false => Ok(KsmState {
-            open: ram.iter().any(|(_, state)| state.open),
-            merged: ram.iter().map(|(_, state)| state.merged).sum(),
-        }),
-    }
+    let open = ram.iter().any(|r| r.mergeable);
+    Ok(KsmState { open, merged: ram.iter().filter_map(|r| r.ksm).sum() })
 }
 
 /// Parses the answer to `query-memdev`: the objects that are its RAM, without those
 /// that are shared. RAM without a named object is one too (`/objects/pc.ram`).
 pub fn parse_backends(said: &Value) -> Result<Vec<String>, MergeableError> {
-    let of = |dev: &Value| {
-        let private = dev["share"].as_bool() != Some(true);
-        private.then(|| Some(format!("/objects/{}", dev["id"].as_str()?))).flatten()
-    };
-    let found: Vec<String> = said.as_array().into_iter().flatten().filter_map(of).collect();
+    let private = said.as_array().into_iter().flatten().filter(|dev| dev["share"] != true);
+    let path = |dev: &Value| Some(format!("/objects/{}", dev["id"].as_str()?));
+    let found: Vec<String> = private.filter_map(path).collect();
     if found.is_empty() { Err(MergeableError::NoRam) } else { Ok(found) }
 }

@@ -39,13 +39,12 @@ pub fn read_ksm(root: &Root) -> Probed<Ksm> {
 /// the kernel does not tell of each. Reads a file of every process.
 pub fn read_mapped(root: &Root, but: &[u32]) -> Option<u64> {
     root.read("/proc/self/ksm_stat").ok()??;
-    let stat = |pid| match read_ksm_stat(root, pid) {
-        // It has ended meanwhile, or has no memory of its own.
-        Ok(stat) => Some(stat.and_then(|s| s.merging_pages).unwrap_or(0)),
-        Err(_) => None,
-    };
+    // `None`: it has ended meanwhile, or has no memory of its own.
+    let count = |stat: Option<KsmStat>| stat.and_then(|s| s.merging_pages).unwrap_or(0);
     let others = processes(root).ok()?.into_iter().filter(|pid| !but.contains(pid));
-    others.map(stat).try_fold(0, |sum: u64, n| Some(sum.saturating_add(n?)))
+    others
+        .map(|pid| read_ksm_stat(root, pid).ok().map(count))
+        .try_fold(0, |sum: u64, n| Some(sum.saturating_add(n?)))
 }
 
 pub fn ksmd(root: &Root) -> Option<u32> {

@@ -85,9 +85,8 @@ pub fn kind(path: &Path, named: bool, sockets: SocketUse) -> SocketKind {
     match sockets {
         _ if is_ebbs(path) => SocketKind::Own,
         SocketUse::Shared => SocketKind::Shared,
-        _ if named => SocketKind::Own,
-        SocketUse::Any => SocketKind::Own,
-        SocketUse::Own | SocketUse::Known => SocketKind::Others,
+        SocketUse::Own | SocketUse::Known if !named => SocketKind::Others,
+        _ => SocketKind::Own,
     }
 }
 

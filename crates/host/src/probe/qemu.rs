@@ -157,8 +157,7 @@ impl QemuArgs {
                 let kind = options.get("qom-type").unwrap_or_default();
                 if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
                     let kind = shown(&kind, MAX_KIND);
-                    let why = format!("guest memory is encrypted ({kind})");
-                    self.pinned = Some(why);
+                    self.pinned = Some(format!("guest memory is encrypted ({kind})"));
                 }
                 self.mem_paths.extend(options.get("mem-path"));
             }
@@ -169,8 +168,7 @@ impl QemuArgs {
                 self.is_probe |= options.get("type").is_some_and(|t| t == "none");
                 let key = ["confidential-guest-support", "memory-encryption"];
                 if let Some(key) = key.iter().find(|key| options.get(key).is_some()) {
-                    let why = format!("guest memory is encrypted ({key})");
-                    self.pin(why);
+                    self.pin(format!("guest memory is encrypted ({key})"));
                 }
             }
             "overcommit" => {

@@ -86,8 +86,7 @@ impl Found {
     pub fn look(root: &Root, id: VmId, name: &str, group: &str) -> Probed<Found> {
         let Some(regions) = read_smaps(root, id.pid)? else { return Ok(None) };
         let ram = guest_ram(&regions);
-        let merging =
-            read_ksm_stat(root, id.pid)?.unwrap_or_default().merging_pages.unwrap_or(0) > 0;
+        let merging = read_ksm_stat(root, id.pid)?.is_some_and(|s| s.merging_pages > Some(0));
         // Before Linux 6.7 smaps does not tell, and all that is open may hold some.
         let told = ram.iter().any(|r| r.ksm > Some(Bytes::ZERO));
         let merged = |r: &Region| r.ksm > Some(Bytes::ZERO) || merging && !told;

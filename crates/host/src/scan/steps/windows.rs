@@ -36,11 +36,9 @@ pub(super) struct Windows {
 impl Windows {
     /// None is partly in one of these ranges.
     pub(super) fn of(target: &Target, ranges: &[Range], size: u64) -> Windows {
-        let mut all = Vec::new();
-        for (range, _) in target.ram.iter().flat_map(|r| parts(*r, ranges)) {
-            // Aligned, so that no block and no huge page is cut.
-            all.extend(range.pieces(size));
-        }
+        let parts = target.ram.iter().flat_map(|r| parts(*r, ranges));
+        // Aligned, so that no block and no huge page is cut.
+        let all = parts.flat_map(|(range, _)| range.pieces(size)).collect();
         Windows { all, next: AtomicUsize::new(0) }
     }
 
