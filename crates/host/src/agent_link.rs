@@ -249,21 +249,15 @@ impl AgentLink {
         self.terms.room = terms.room;
         let (keep_open, waits) = (self.terms.keep_open, self.terms.waits);
         let anew = Terms { keep_open, waits, ..terms } != self.terms;
-        let other = |f: &&Findings| {
-            let known = (&self.objections, &self.segments, self.firmware);
-            (&f.objections, &f.segments, f.firmware) != known
-        };
-        let stood = findings.filter(other);
+        let known = (&self.objections, &self.segments, self.firmware);
+        let other = findings.is_some_and(|f| (&f.objections, &f.segments, f.firmware) != known);
         self.known_now = findings.is_some();
-        if let Some(f) = findings {
-            self.known_at = Some(f.begun);
-        }
+        self.known_at = findings.map(|f| f.begun).or(self.known_at);
         match self.stage {
-            Stage::Hello | Stage::Attaching | Stage::Leaving => {}
             Stage::Met if terms.waits => {}
             Stage::Met => self.attach(run, terms, findings),
             // Something was plugged in or out, or the operator wants it otherwise.
-            Stage::Attached if anew || stood.is_some() => self.stand_down(Stage::Met),
+            Stage::Attached if anew || other => self.stand_down(Stage::Met),
             // What it stood aside for may have passed.
             Stage::Attached if self.aside_since.is_some_and(|at| now - at >= PASSES) => {
                 self.aside_since = None;
@@ -281,11 +275,10 @@ impl AgentLink {
                 self.relay(now, run, events);
                 self.send_waiting();
             }
-            Stage::Apart => {
-                if matches!(run, Some(RunState::Running | RunState::Paused)) {
-                    self.stage = Stage::Met;
-                }
+            Stage::Apart if matches!(run, Some(RunState::Running | RunState::Paused)) => {
+                self.stage = Stage::Met;
             }
+            Stage::Hello | Stage::Attaching | Stage::Leaving | Stage::Apart => {}
         }
     }
 
