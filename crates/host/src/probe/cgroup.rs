@@ -106,12 +106,8 @@ pub fn read_process_cgroup(root: &Root, version: Version, pid: u32) -> Probed<St
 /// Finds it in the text of `/proc/PID/cgroup`: `N:controllers:/path`, for v2 `0::/path`.
 pub fn parse_process_cgroup(text: &str, version: Version) -> Result<Option<String>, ParseError> {
     for (i, line) in text.lines().enumerate() {
-        let mut fields = line.splitn(3, ':');
-        let (Some(id), Some(controllers), Some(path)) =
-            (fields.next(), fields.next(), fields.next())
-        else {
-            return Err(ParseError::new(i + 1, line));
-        };
+        let fields: Vec<&str> = line.splitn(3, ':').collect();
+        let [id, controllers, path] = fields[..] else { return Err(ParseError::new(i + 1, line)) };
         let ours = match version {
             Version::V1 => controllers.split(',').any(|c| c == "memory"),
             Version::V2 => id == "0" && controllers.is_empty(),

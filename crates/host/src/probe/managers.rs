@@ -126,17 +126,13 @@ fn plain<'a>(part: Component<'a>) -> Option<&'a str> {
 /// The path as the server knows it: without the `/proc/PID/root` through which it is reached
 /// in another mount namespace.
 pub(crate) fn bound_as(path: &Path) -> PathBuf {
-    let mut parts = path.components();
-    let (Some(_), Some(proc), Some(pid), Some(root)) =
-        (parts.next(), parts.next(), parts.next(), parts.next())
-    else {
-        return path.to_owned();
+    let inside = || {
+        let mut parts = path.strip_prefix("/proc").ok()?.components();
+        let pid = parts.next()?.as_os_str().as_encoded_bytes();
+        let through = parts.next()?.as_os_str() == "root" && pid.iter().all(u8::is_ascii_digit);
+        through.then(|| Path::new("/").join(parts.as_path()))
     };
-    let pid = pid.as_os_str().as_encoded_bytes();
-    let through = path.is_absolute()
-        && (proc.as_os_str(), root.as_os_str()) == ("proc".as_ref(), "root".as_ref())
-        && pid.iter().all(u8::is_ascii_digit);
-    if through { Path::new("/").join(parts.as_path()) } else { path.to_owned() }
+    inside().unwrap_or_else(|| path.to_owned())
 }
 
 #[cfg(test)]
