@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use ebb_core::policy::merge::KsmdOrder;
 use ebb_core::sample::KsmStat;
@@ -289,9 +289,6 @@ pub fn unmerge(root: &Root) -> Result<Bytes, KsmError> {
     let child = Command::new("/bin/sh")
         .args(["-c", "echo 2 > \"$0\""])
         .arg(&path)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
         .output()
         .map_err(failed)?;
     if !child.status.success() {

@@ -20,20 +20,10 @@ pub struct FlatRange {
 /// devices have another word than `ram`. Source: QEMU `softmmu/memory.c`,
 /// `mtree_print_flatview`.
 pub fn parse_mtree(text: &str) -> Vec<FlatRange> {
-    let mut found = Vec::new();
-    let (mut ours, mut done) = (false, false);
-    for line in text.lines() {
-        if line.starts_with("FlatView") {
-            done |= !found.is_empty();
-            ours = false;
-        } else if line.trim_start().starts_with("AS \"memory\"") {
-            ours = true;
-        }
-        if let Some(range) = parse_flat_range(line).filter(|_| ours && !done) {
-            found.push(range);
-        }
-    }
-    found
+    let is_ours = |view: &&str| view.lines().any(|l| l.trim_start().starts_with("AS \"memory\""));
+    let ranges = |view: &str| view.lines().filter_map(parse_flat_range).collect::<Vec<_>>();
+    let mut views = text.split("\nFlatView").filter(is_ours).map(ranges);
+    views.find(|ranges| !ranges.is_empty()).unwrap_or_default()
 }
 
 fn parse_flat_range(line: &str) -> Option<FlatRange> {
