@@ -263,22 +263,13 @@ pub fn parse_number<T: std::str::FromStr>(text: &str) -> Result<T, ParseError> {
 /// Undoes the kernel's `\ooo` escapes of mountinfo and swaps
 /// (`fs/seq_file.c`, `mangle_path`).
 pub fn unescape_octal(text: &str) -> String {
-    let bytes = text.as_bytes();
-    let mut out = Vec::with_capacity(bytes.len());
-    let mut i = 0;
-    while i < bytes.len() {
-        let code = bytes.get(i + 1..i + 4).filter(|_| bytes[i] == b'\\');
-        let code = code.and_then(|c| std::str::from_utf8(c).ok());
-        match code.and_then(|c| u8::from_str_radix(c, 8).ok()) {
-            Some(byte) => {
-                out.push(byte);
-                i += 4;
-            }
-            None => {
-                out.push(bytes[i]);
-                i += 1;
-            }
-        }
+    let mut parts = text.split('\\');
+    let mut out = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        let code = part.get(..3).and_then(|code| u8::from_str_radix(code, 8).ok());
+        let (byte, rest) = code.map_or((b'\\', part), |byte| (byte, &part[3..]));
+        out.push(byte);
+        out.extend_from_slice(rest.as_bytes());
     }
     String::from_utf8_lossy(&out).into_owned()
 }

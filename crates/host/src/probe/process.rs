@@ -246,11 +246,8 @@ pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
                 uids = Some(ids.try_into().map_err(|_| ParseError::new(i + 1, line))?);
             }
             "NSpid" => {
-                let mut below = rest.split_ascii_whitespace().skip(1).peekable();
-                if below.peek().is_some() {
-                    let last = below.last().and_then(|pid| pid.parse().ok());
-                    inner = Some(last.ok_or_else(|| ParseError::new(i + 1, line))?);
-                }
+                let last = rest.split_ascii_whitespace().skip(1).last().map(str::parse);
+                inner = last.transpose().map_err(|_| ParseError::new(i + 1, line))?;
             }
             _ => {}
         }
