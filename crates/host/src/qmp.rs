@@ -11,7 +11,7 @@ mod sharing;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -21,7 +21,7 @@ use serde_json::Value;
 pub use self::message::{BadMessage, Event, Message, parse_message};
 pub use self::protocol::*;
 use self::sharing::Sharing;
-use crate::{lock, sockets};
+use crate::sockets;
 
 /// QEMU greets at once; silence this long means that it does not serve us.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
@@ -44,20 +44,8 @@ pub struct Client {
     sharing: Option<Sharing>,
 }
 
-/// Where the peer that stands in for QEMU writes why it closed the connection, for people.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Words(Arc<Mutex<Option<String>>>);
-
-impl Words {
-    /// The last word counts.
-    pub fn say(&self, why: &str) {
-        *lock(&self.0) = Some(why.to_owned());
-    }
-
-    fn said(&self) -> Option<String> {
-        lock(&self.0).clone()
-    }
-}
+/// Where the peer that stands in for QEMU writes why it closes the connection, for people.
+pub(crate) type Words = Arc<OnceLock<String>>;
 
 impl Client {
     /// Starts to connect; a failure shows in [`Client::state`].
@@ -201,10 +189,10 @@ impl Client {
     }
 
     fn closed(&mut self) {
-        match self.words.as_ref().and_then(Words::said) {
+        match self.words.as_ref().and_then(|words| words.get()) {
             Some(why) => {
                 let path = self.path.display().to_string();
-                self.protocol.fail(QmpError::Left(path, why));
+                self.protocol.fail(QmpError::Left(path, why.clone()));
             }
             None => self.protocol.end_of_file(),
         }

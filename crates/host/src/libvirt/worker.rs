@@ -308,7 +308,7 @@ impl Daemon {
         self.connections.clear();
         (self.bulk, self.gather) = (None, None);
         self.left.clear();
-        std::mem::take(&mut self.clients).values().for_each(|c| c.words.say(why));
+        std::mem::take(&mut self.clients).values().for_each(|c| drop(c.words.set(why.into())));
         std::mem::take(&mut self.watchers).values().for_each(|w| w.end(why));
     }
 
@@ -403,7 +403,7 @@ impl Daemon {
                 }
             };
             if let Some(why) = &c.bridge.over {
-                c.words.say(why);
+                let _ = c.words.set(why.clone());
             }
             let stays = there && c.bridge.over.is_none();
             if !stays && c.busy {
