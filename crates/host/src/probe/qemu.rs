@@ -323,13 +323,12 @@ impl Monitors {
                  only libvirt's end can use"
             ));
         }
-        let refuse = if !options.is_on("server") {
-            format!("its monitor {id} connects out (no server=on)")
-        } else {
-            match options.get("path") {
-                Some(path) if !path.is_empty() => return self.paths.push(path.into()),
-                _ => format!("its monitor {id} is not on a Unix socket path"),
+        let refuse = match options.get("path") {
+            _ if !options.is_on("server") => {
+                format!("its monitor {id} connects out (no server=on)")
             }
+            Some(path) if !path.is_empty() => return self.paths.push(path.into()),
+            _ => format!("its monitor {id} is not on a Unix socket path"),
         };
         self.refused.push(refuse + ADD);
     }
