@@ -11,8 +11,8 @@ mod windows;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{Error, Result};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use ebb_core::page_hash::Key;
@@ -29,7 +29,6 @@ use super::savings::Blocks;
 use super::table::{Filler, Table, VMS_MAX};
 use super::walk::{ListedPages, Runs, Walker};
 use super::{Changes, Options, Pages, ScanOutcome, Scanner, Target};
-use crate::lock;
 use crate::probe::process::{Life, life};
 use crate::root::{Root, is_absent};
 use crate::sys::{Range, set_idle};
@@ -73,19 +72,19 @@ pub(super) struct Job<'a> {
 
 #[derive(Default)]
 struct VmState {
-    over: AtomicBool,
-    outcome: Mutex<Option<ScanOutcome>>,
+    /// Set when it is over before all of it was read.
+    outcome: OnceLock<ScanOutcome>,
     counts: [AtomicU64; 7],
 }
 
 impl VmState {
+    /// The first outcome counts.
     fn end(&self, outcome: ScanOutcome) {
-        self.over.store(true, Relaxed);
-        lock(&self.outcome).get_or_insert(outcome);
+        let _ = self.outcome.set(outcome);
     }
 
     fn outcome(&self) -> ScanOutcome {
-        lock(&self.outcome).clone().unwrap_or(ScanOutcome::Scanned)
+        self.outcome.get().cloned().unwrap_or(ScanOutcome::Scanned)
     }
 
     fn add(&self, p: &Pages) {
@@ -248,7 +247,7 @@ impl<'j, 'a> Worker<'j, 'a> {
         for i in 0..job.targets.len() {
             let vm = (first + i) % job.targets.len();
             while let Some(window) = job.windows[vm].take() {
-                if job.vms[vm].over.load(Relaxed) {
+                if job.vms[vm].outcome.get().is_some() {
                     break;
                 }
                 (self.vm, self.pages) = (vm, Pages::default());
