@@ -131,7 +131,7 @@ impl Rpc {
 /// `remote_error`, as far as it matters.
 fn refused(r: &mut Reader<'_>) -> Result<Refused, Malformed> {
     let (code, _domain) = (r.i32()?, r.i32()?);
-    let message = r.maybe(Reader::text)?.unwrap_or_else(|| format!("libvirt error {code}"));
+    let message = r.maybe_text()?.unwrap_or_else(|| format!("libvirt error {code}"));
     let message = ebb_core::text::printable(&message, 300);
     Ok(Refused { code, message })
 }

@@ -93,14 +93,9 @@ impl<'a> Reader<'a> {
         Ok(String::from_utf8_lossy(bytes).into_owned())
     }
 
-    pub fn maybe<T>(
-        &mut self,
-        item: impl FnOnce(&mut Self) -> Result<T, Malformed>,
-    ) -> Result<Option<T>, Malformed> {
-        Ok(match self.u32()? {
-            0 => None,
-            _ => Some(item(self)?),
-        })
+    /// A `string` that may be absent.
+    pub fn maybe_text(&mut self) -> Result<Option<String>, Malformed> {
+        Ok(if self.u32()? == 0 { None } else { Some(self.text()?) })
     }
 
     /// Any number of items, each of four bytes at least.
@@ -128,7 +123,7 @@ mod tests {
         let mut r = Reader(&bytes);
         assert_eq!((r.u32(), r.i32(), r.u64()), (Ok(7), Ok(-2), Ok(u64::MAX)));
         assert_eq!(r.text().as_deref(), Ok("abcde"));
-        assert_eq!(r.maybe(Reader::text), Ok(Some("é".into())));
+        assert_eq!(r.maybe_text(), Ok(Some("é".into())));
         assert_eq!(r.list(Reader::i32), Ok(vec![1, 2]));
         assert_eq!((r.0, r.u32()), (&[][..], Err(Malformed)));
     }

@@ -119,11 +119,6 @@ impl Pace {
         lock(&self.state).used().paused
     }
 
-    /// Memory read so far, bytes.
-    pub fn bytes(&self) -> u64 {
-        lock(&self.state).used.bytes
-    }
-
     pub fn cpu(&self) -> Duration {
         lock(&self.state).used.cpu
     }
@@ -218,6 +213,6 @@ mod tests {
             pace.pause(false);
             held.join().unwrap();
         });
-        assert_eq!(pace.bytes(), 1);
+        assert_eq!(lock(&pace.state).used.bytes, 1);
     }
 }
