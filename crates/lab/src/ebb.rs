@@ -83,14 +83,22 @@ impl Daemon {
 
     /// The same with another program than the one that was built.
     pub fn start_program(program: &Path, dir: &Path, args: &[&str]) -> Result<Daemon, LabError> {
+        let record = dir.join("record.jsonl").display().to_string();
+        Daemon::spawn(program, dir, &[&["--record", &record], args].concat())
+    }
+
+    /// The same, and it writes no record: that takes time.
+    pub fn start_unrecorded(program: &Path, dir: &Path) -> Result<Daemon, LabError> {
+        Daemon::spawn(program, dir, &[])
+    }
+
+    fn spawn(program: &Path, dir: &Path, args: &[&str]) -> Result<Daemon, LabError> {
         let file = dir.join("ebb.toml");
         // --pdeathsig: a lab that is killed leaves no daemon.
         let mut child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--"])
             .arg(program)
-            .args(["run", "--record"])
-            .arg(dir.join("record.jsonl"))
-            .arg("--config")
+            .args(["run", "--config"])
             .arg(&file)
             .args(args)
             .stdin(Stdio::null())

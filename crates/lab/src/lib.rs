@@ -6,8 +6,8 @@
 //! it back, whatever happens; `sampler` watches; `ebb` runs the product as a user
 //! would and `guest_stack` builds what guests and QEMU load; `baselines` runs others'
 //! controllers; `ground_truth` counts equal pages the slow way; `experiment` holds the
-//! experiments and `result` what they write; `tidy` holds the house rules;
-//! `standin` is a process that looks like a VM. Only developers run any of it.
+//! experiments and `result` what they write; `tidy` holds the house rules. Beside it
+//! `ebb-standin` is a process that looks like a VM. Only developers run any of it.
 
 pub mod agent_requests;
 pub mod arena;
@@ -23,7 +23,6 @@ pub mod lines;
 pub mod result;
 pub mod sampler;
 pub mod setup;
-pub mod standin;
 pub mod systemd;
 pub mod tidy;
 pub mod vm;

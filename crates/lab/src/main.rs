@@ -18,7 +18,7 @@ use ebb_lab::experiment::tick::Tick;
 use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, scan, trial};
 use ebb_lab::image::{Cache, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
-use ebb_lab::{setup, standin, tidy};
+use ebb_lab::{setup, tidy};
 
 /// Real VMs for Ebb's tests and experiments.
 #[derive(Parser)]
@@ -118,13 +118,6 @@ struct HoldArgs {
 }
 
 fn main() -> ExitCode {
-    if let Some(options) = standin::asked_for(&std::env::args().collect::<Vec<_>>()) {
-        return if standin::serve(&options).is_ok() {
-            ExitCode::SUCCESS
-        } else {
-            ExitCode::from(2)
-        };
-    }
     let result = match Cli::parse().command {
         Cmd::Setup(args) => run_setup(&args),
         Cmd::Boot(args) => boot(&args),

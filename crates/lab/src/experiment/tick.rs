@@ -13,18 +13,19 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
-use ebb_host::daemon_client;
-use ebb_host::probe::process::read_status;
-use ebb_host::root::Root;
+use ebb_core::units::Bytes;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
-use crate::vm::threads;
-use crate::{LabError, ebb, standin};
+use crate::ebb::{self, Daemon};
+use crate::vm::{resident, threads};
+use crate::LabError;
 
 const ARMS: [&str; 3] = ["rest", "clear", "orders"];
+/// What each stand-in has.
+const RAM: Bytes = Bytes::gib(4);
 
 /// Sizes and times of a run.
 #[derive(Clone, Debug, Args)]
@@ -88,23 +89,24 @@ impl Tick {
 
     fn with(&self, count: u32) -> Result<Vec<Row>> {
         let dir = tempfile::tempdir()?;
-        let program = dir.path().join(standin::PROGRAM);
-        std::fs::copy(std::env::current_exe()?, &program)?;
-        let names: Vec<String> =
-            (0..count).map(|n| standin::name(n, n % 100 >= self.moving)).collect();
-        let started: Result<Vec<Child>, _> =
-            names.iter().map(|name| standin::start(&program, dir.path(), name)).collect();
-        let mut vms = Children(started?);
+        let program = dir.path().join("qemu-system-standin");
+        std::fs::copy(ebb::built("EBB_STANDIN", "ebb-standin", "ebb-lab")?, &program)?;
+        let mut vms = Vms(BTreeMap::new());
+        for n in 0..count {
+            let name = format!("t{n:04}");
+            let moves = n % 100 < self.moving;
+            let vm = standin(&program, &name, moves.then_some(n)).spawn()?;
+            vms.0.insert(name, vm);
+        }
         let mut rows = Vec::new();
         let built = ebb::binary()?;
         for arm in &self.arms {
-            for program in std::iter::once(&built).chain(&self.against) {
-                let row = self.arm(dir.path(), &names, arm, program)?;
+            for daemon in std::iter::once(&built).chain(&self.against) {
+                let row = self.arm(&program, &vms, arm, daemon)?;
                 self.tell(&row);
                 rows.push(row);
             }
         }
-        vms.end();
         Ok(rows)
     }
 
@@ -124,51 +126,48 @@ impl Tick {
         );
     }
 
-    fn arm(&self, dir: &Path, names: &[String], arm: &str, program: &Path) -> Result<Row> {
-        let daemon = start(dir, names, arm, program)?;
-        let socket = dir.join("ebb.sock");
-        let pid = daemon.0[0].id();
-        let ticks = || -> Result<Value> { Ok(daemon_client::get_json(&socket, "/v1/state")?) };
-        let until = Instant::now() + Duration::from_secs(60);
-        while !up(&ticks()?, names.len()) {
-            if Instant::now() > until {
-                bail!("not all {} stand-ins are seen after a minute", names.len());
-            }
-            std::thread::sleep(Duration::from_millis(500));
-        }
-        let (first, before) = (ticks()?, cpu(pid)?);
+    fn arm(&self, standin: &Path, vms: &Vms, arm: &str, program: &Path) -> Result<Row> {
+        let dir = standin.parent().context("a stand-in has no directory")?;
+        let all = format!("min = \"{}MiB\"\n", RAM.0 >> 20);
+        let min = if arm == "rest" { all.as_str() } else { "" };
+        let sections: String = vms.0.keys().map(|n| format!("[vm.\"{n}\"]\n{min}")).collect();
+        let config = format!("programs = [\"{}\"]\n{sections}", standin.display());
+        // With the times that it ships with.
+        Daemon::configure(dir, &[], &config)?;
+        let daemon = Daemon::start_unrecorded(program, dir)?;
+        let heard = |s: &Value| all_are_heard(s, vms.0.len()).then_some(());
+        daemon.wait_for("answer of each stand-in", Duration::from_secs(60), heard)?;
+        let (first, before) = (daemon.get("/v1/state")?, cpu(daemon.pid())?);
         let end = Instant::now() + Duration::from_secs(self.seconds);
         while Instant::now() < end {
             for _ in 0..self.readers {
-                daemon_client::get(&socket, "/metrics")?;
+                daemon.metrics()?;
             }
             if arm == "orders" {
-                daemon_client::post(&socket, "/v1/reclaim", "{}")?;
+                daemon.reclaim()?;
             }
             std::thread::sleep(Duration::from_secs(1));
         }
-        let (last, after) = (ticks()?, cpu(pid)?);
+        let (last, after) = (daemon.get("/v1/state")?, cpu(daemon.pid())?);
         let number = |s: &Value| s["tick"].as_u64().unwrap_or_default();
         let ticks = number(&last).saturating_sub(number(&first)).max(1);
         let spent = |of: &dyn Fn(&BTreeMap<u32, f64>) -> f64| of(&after) - of(&before);
         let all = spent(&|c| c.values().sum());
-        let resident = read_status(&Root::default(), pid)?.context("the daemon has ended")?;
         Ok(Row {
-            vms: names.len() as u32,
+            vms: vms.0.len() as u32,
             arm: arm.into(),
             of: program.into(),
             ticks,
             cpu_ms_a_tick: all * 1000.0 / ticks as f64,
-            loop_ms_a_tick: spent(&|c| c[&pid]) * 1000.0 / ticks as f64,
+            loop_ms_a_tick: spent(&|c| c[&daemon.pid()]) * 1000.0 / ticks as f64,
             share_of_a_core: all / self.seconds as f64,
-            resident: resident.resident().0,
+            resident: resident(daemon.pid()).0,
             record_s: last["daemon"]["record_s"].as_f64(),
         })
     }
 }
 
-/// Whether the daemon has heard all of them.
-fn up(state: &Value, count: usize) -> bool {
+fn all_are_heard(state: &Value, count: usize) -> bool {
     let vms = state["vms"].as_array().map(Vec::as_slice).unwrap_or_default();
     vms.len() == count && vms.iter().all(|v| v["available"].is_u64())
 }
@@ -178,60 +177,28 @@ fn cpu(pid: u32) -> Result<BTreeMap<u32, f64>> {
     Ok(threads(pid)?.into_iter().map(|(id, _, seconds)| (id, seconds)).collect())
 }
 
-/// The daemon with the times that it ships with.
-fn start(dir: &Path, names: &[String], arm: &str, program: &Path) -> Result<Children> {
-    let (file, d) = (dir.join("ebb.toml"), dir.display());
-    let mut text = format!(
-        "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n\
-         [host]\nvms = \"listed\"\nprograms = [\"{d}/{}\"]\n",
-        standin::PROGRAM
-    );
-    let min = if arm == "rest" {
-        format!("min = \"{}MiB\"\n", standin::RAM >> 20)
-    } else {
-        String::new()
-    };
-    names.iter().for_each(|name| text += &format!("[vm.\"{name}\"]\n{min}"));
-    std::fs::write(&file, text)?;
-    let log = std::fs::File::create(dir.join("log"))?;
-    let child = Command::new("setpriv")
-        .args(["--pdeathsig", "KILL", "--"])
-        .arg(program)
-        .args(["run", "--config"])
-        .arg(&file)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(log)
-        .spawn()?;
-    let daemon = Children(vec![child]);
-    let until = Instant::now() + Duration::from_secs(30);
-    while daemon_client::get(dir.join("ebb.sock"), "/").is_err() {
-        if Instant::now() > until {
-            let log = std::fs::read_to_string(dir.join("log")).unwrap_or_default();
-            bail!("ebb did not start: {}", crate::tail(&log, 5));
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    Ok(daemon)
+/// How a stand-in is started; `moves`: the need of its guest changes, by this number.
+fn standin(program: &Path, name: &str, moves: Option<u32>) -> Command {
+    let socket = program.with_file_name(format!("{name}-ebb.qmp"));
+    let mut command = Command::new(program);
+    command.args(["-name", name, "-m", &(RAM.0 >> 20).to_string(), "-qmp"]);
+    command.arg(format!("unix:{},server=on,wait=off", socket.display()));
+    command.args(["-device", "virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on"]);
+    command.envs(moves.map(|number| ("EBB_STANDIN_MOVES", number.to_string())));
+    command.stdin(Stdio::null());
+    command
 }
 
-/// Processes that end with this.
-struct Children(Vec<Child>);
+/// Stand-ins by name; they end with this.
+struct Vms(BTreeMap<String, Child>);
 
-impl Children {
-    fn end(&mut self) {
-        for child in &mut self.0 {
-            let _ = child.kill();
-        }
-        for child in &mut self.0 {
-            let _ = child.wait();
-        }
-        self.0.clear();
-    }
-}
-
-impl Drop for Children {
+impl Drop for Vms {
     fn drop(&mut self) {
-        self.end();
+        for vm in self.0.values_mut() {
+            let _ = vm.kill();
+        }
+        for vm in self.0.values_mut() {
+            let _ = vm.wait();
+        }
     }
 }

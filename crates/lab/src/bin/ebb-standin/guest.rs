@@ -19,6 +19,8 @@ pub struct Guest {
     pub reports: bool,
     pub interval_s: u64,
     pub need: u64,
+    /// Each time it speaks it needs up to 32 MiB more than `need`, by this number.
+    pub moves: Option<u64>,
     /// Bytes a second.
     pub speed: u64,
     /// Its driver does what it is told.
@@ -54,6 +56,7 @@ impl Guest {
             reports,
             interval_s: 0,
             need: ram / 8,
+            moves: None,
             speed: 1 << 30,
             follows: true,
             run: "running".into(),
@@ -153,7 +156,12 @@ impl Guest {
             return;
         }
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        let words = Words { size: self.ram - self.held, need: self.need, faults: self.faults };
+        let more = self.moves.as_mut().map_or(0, |number| {
+            *number = number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            (*number >> 40 << 12) % (32 << 20)
+        });
+        let (size, need) = (self.ram - self.held, self.need + more);
+        let words = Words { size, need, faults: self.faults };
         self.said = Some((now, wall, words));
     }
 

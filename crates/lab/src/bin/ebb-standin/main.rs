@@ -4,7 +4,8 @@
 //! Started under a name of QEMU as `qemu-system-x86_64 -name NAME -m MIB -qmp
 //! unix:PATH,server=on,wait=off -device virtio-balloon-pci,deflate-on-oom=on`. On `PATH.test`
 //! it takes one JSON object a connection ([`faults`]) and answers with how it stands
-//! ([`server::Server::truth`]): what a test compares with what Ebb believes.
+//! ([`server::Server::truth`]): what a test compares with what Ebb believes. `cargo lab tick`
+//! puts many under one daemon, and says by `EBB_STANDIN_MOVES` which of them are not at rest.
 
 mod faults;
 mod guest;
@@ -36,7 +37,8 @@ fn main() -> ExitCode {
         eprintln!("usage: qemu-system-… -m MIB -qmp unix:PATH,server=on,wait=off …");
         return ExitCode::from(2);
     };
-    let guest = Guest::new(options.ram, options.deflates, options.reports);
+    let mut guest = Guest::new(options.ram, options.deflates, options.reports);
+    guest.moves = std::env::var("EBB_STANDIN_MOVES").ok().and_then(|seed| seed.parse().ok());
     match Server::new(&options.socket, guest).and_then(|mut server| server.serve()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
