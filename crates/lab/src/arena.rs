@@ -69,6 +69,14 @@ pub struct ArenaConfig {
     pub beside: Beside,
 }
 
+impl ArenaConfig {
+    /// A budget with a swap area of this size behind it.
+    pub fn limited(budget: Bytes, size: Bytes, kind: SwapKind) -> ArenaConfig {
+        let swap = Some(SwapConfig { size, kind, priority: 100 });
+        ArenaConfig { budget: Some(budget), swap, ..ArenaConfig::default() }
+    }
+}
+
 /// What may run on the machine meanwhile. What the arena sets must not matter to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Beside {

@@ -7,16 +7,14 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use ebb_core::units::Bytes;
 use rustix::fs::{FlockOperation, flock};
 
-use crate::arena::Arena;
-use crate::image::{Cache, Image, Kernel};
-use crate::libvirt::{Domain, Libvirtd};
-use crate::vm::{Balloon, Vm, VmConfig, VmError};
+use crate::image::Image;
+use crate::vm::{Vm, VmConfig, VmError};
 use crate::{LabError, run};
 
-const LOAD: &str =
+/// Loads the module in a guest whose image has it.
+pub(crate) const LOAD: &str =
     "insmod /ebb.ko 2>&1 && grep -q ^ebb /proc/modules || { dmesg | tail -n 5; false; }";
 
 fn repository() -> PathBuf {
@@ -68,7 +66,7 @@ pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
 /// Loads the module in a guest whose image has it ([`prepare`]). The error has what the
 /// guest said.
 pub fn load(vm: &Vm) -> Result<(), VmError> {
-    vm.tool().sh(LOAD, Duration::from_secs(60)).map(drop).map_err(|e| vm.explain(e))
+    vm.ask(|tool| tool.sh(LOAD, Duration::from_secs(60))).map(drop)
 }
 
 /// `libebb_vmm.so`: `$EBB_AGENT`, else beside this program.
@@ -112,70 +110,4 @@ pub fn leave_out(config: &mut VmConfig, faults: &str) -> Result<(), LabError> {
         }
     }
     Ok(())
-}
-
-/// VMs of one kind, for experiments that compare tiers.
-#[derive(Debug)]
-pub struct Fleet<'a> {
-    /// Their names are this and a number.
-    pub name: &'a str,
-    pub vms: u32,
-    pub memory: Bytes,
-    pub kernel: Kernel,
-    pub reporting: bool,
-    /// With agent and module (which need no reporting, and stand aside where it is on).
-    pub guest: bool,
-    /// A disk that all of them read; what they write to it is dropped.
-    pub disk: &'a Path,
-    /// Where the agents' sockets go.
-    pub dir: &'a Path,
-}
-
-impl Fleet<'_> {
-    /// Boots them at the same time, in the arena's cgroup.
-    pub fn boot(&self, arena: &Arena) -> Result<Vec<Vm>, VmError> {
-        let image = Image::get(&Cache::from_env(), self.kernel)?;
-        let mut vms = Vec::new();
-        for n in 1..=self.vms {
-            let mut config = VmConfig::new(format!("{}{n}", self.name), self.memory);
-            config.kernel = self.kernel;
-            config.balloon = Some(Balloon { reporting: self.reporting, deflate_on_oom: true });
-            if self.guest {
-                prepare(&mut config, &image, self.dir)?;
-            }
-            config.disks = vec![self.disk.into()];
-            config.args.push("-snapshot".into());
-            config.cgroup = arena.cgroup().map(|c| c.dir.clone());
-            vms.push(Vm::spawn(&config)?);
-        }
-        for vm in &mut vms {
-            vm.wait_ready()?;
-            if self.guest {
-                load(vm)?;
-            }
-        }
-        Ok(vms)
-    }
-
-    /// Boots them as domains of this libvirtd, one after the other; their kernel is 6.1.
-    pub fn boot_domains(&self, libvirtd: &Libvirtd) -> Result<Vec<Domain>, LabError> {
-        let reporting = if self.reporting { "on" } else { "off" };
-        let devices = format!(
-            "<memballoon model='virtio' autodeflate='on' freePageReporting='{reporting}'/>\
-             <disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/>\
-             <source file='{}'/><target dev='vda' bus='virtio'/><readonly/></disk>",
-            self.disk.display()
-        );
-        let names = (1..=self.vms).map(|n| format!("{}{n}", self.name));
-        let boot = |name: String| {
-            if !self.guest {
-                return libvirtd.boot(&name, self.memory, &devices, "");
-            }
-            let domain = libvirtd.boot_with_agent(&name, self.memory, &devices)?;
-            let loaded = domain.tool().sh(LOAD, Duration::from_secs(60));
-            loaded.map_err(|e| LabError::Missing(format!("the module in {name}: {e}")))?;
-            Ok(domain)
-        };
-        names.map(boot).collect()
-    }
 }

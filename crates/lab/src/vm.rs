@@ -273,16 +273,22 @@ impl Vm {
         self.tool.as_ref().expect("a VM that was spawned is connected")
     }
 
-    /// Asks the guest tool; when no answer comes, says what became of the VM.
+    /// Asks the guest tool; where it says no or nothing, says what became of the VM.
+    pub fn ask<T>(&self, ask: impl FnOnce(&Tool) -> Result<T, ToolError>) -> Result<T, VmError> {
+        ask(self.tool()).map_err(|e| self.explain(e))
+    }
+
+    /// The same in the tool's own words.
     pub fn request(&self, command: &str, deadline: Duration) -> Result<Fields, VmError> {
-        self.tool().request(command, deadline).map_err(|e| self.explain(e))
+        self.ask(|tool| tool.request(command, deadline))
     }
 
     /// Tells a job to go on; what it says then.
     pub fn poked(&self, job: &str, deadline: Duration) -> Result<Fields, VmError> {
-        let said = self.tool().poke(job);
-        let said = said.and_then(|()| self.tool().wait_event(job, "progress", deadline));
-        said.map_err(|e| self.explain(e))
+        self.ask(|tool| {
+            tool.poke(job)?;
+            tool.wait_event(job, "progress", deadline)
+        })
     }
 
     /// What a tool's error means for this VM.

@@ -27,12 +27,11 @@ use ebb_core::units::Bytes;
 use ebb_host::probe::vmstat::read_vmstat;
 use ebb_host::root::Root;
 
-use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use super::record;
+use super::stage::{Fleet, Stage, names};
+use super::trial::in_turns;
+use crate::arena::{ArenaConfig, SwapKind};
 use crate::ebb::Daemon;
-use crate::experiment::demo::write_noise;
-use crate::experiment::record;
-use crate::experiment::trial::in_turns;
-use crate::guest_stack::Fleet;
 use crate::image::Kernel;
 use crate::result::ExperimentResult;
 use crate::sampler::{Sampler, Series};
@@ -170,20 +169,11 @@ impl Autoballoon {
 
     fn one(&self, arm: &str) -> Result<(RunResult, ExperimentResult)> {
         let kind = if self.zram { SwapKind::Any } else { SwapKind::File };
-        let swap = SwapConfig { size: Bytes::gib(1), kind, priority: 100 };
-        let arena = Arena::enter(&ArenaConfig {
-            budget: Some(self.budget),
-            swap: Some(swap),
-            ..ArenaConfig::default()
-        })?;
-        let dir = tempfile::tempdir()?;
-        let disk = dir.path().join("disk");
-        write_noise(&disk, self.cache)?;
-        let vms = self.boot(&arena, arm, &disk, dir.path())?;
-        let names: Vec<&str> = vms.iter().map(Vm::name).collect();
-        let daemon =
-            arm.starts_with("ebb").then(|| Daemon::start(dir.path(), &names, "")).transpose()?;
-        let sampler = Sampler::start(20, arena.cgroup().cloned());
+        let config = ArenaConfig::limited(self.budget, Bytes::gib(1), kind);
+        let stage = Stage::enter(&config, Some(self.cache))?;
+        let vms = self.boot(&stage, arm)?;
+        let daemon = stage.daemon(arm, &names(&vms), "")?;
+        let sampler = Sampler::start(20, stage.arena.cgroup().cloned());
         let began_ms = wall_ms();
         let (before, cpu_before) = (swapped()?, cpu(&vms)?);
         let worked = Work::new(self, &vms).run()?;
@@ -202,9 +192,9 @@ impl Autoballoon {
         warn_of_others(&series);
         if arm.starts_with("ebb") {
             if let Some(kept) = &self.records {
-                record::keep(dir.path(), kept, &format!("{arm}-{began_ms}"))?;
+                record::keep(stage.dir(), kept, &format!("{arm}-{began_ms}"))?;
             }
-            self.reaction(&mut result, &series, began_ms, &dir.path().join("record.jsonl"))?;
+            self.reaction(&mut result, &series, began_ms, &stage.dir().join("record.jsonl"))?;
         }
         let outcome = ExperimentResult::new("autoballoon", vms[0].release(), vms[0].accel());
         Ok((result, outcome))
@@ -220,21 +210,12 @@ impl Autoballoon {
         (self.sorts * self.turns).div_ceil(turn + 1)
     }
 
-    fn boot(&self, arena: &Arena, arm: &str, disk: &Path, dir: &Path) -> Result<Vec<Vm>> {
-        let fleet = Fleet {
-            name: "auto",
-            vms: self.vms,
-            memory: self.memory,
-            kernel: self.kernel,
-            reporting: arm == "reporting" || arm == "ebb-stock",
-            guest: arm == "ebb-guest",
-            disk,
-            dir,
-        };
-        let vms = fleet.boot(arena)?;
+    fn boot(&self, stage: &Stage, arm: &str) -> Result<Vec<Vm>> {
+        let (vms, memory, kernel) = (self.vms, self.memory, self.kernel);
+        let vms = Fleet { name: "auto", arm, vms, memory, kernel }.boot(stage)?;
         for vm in &vms {
             let hold = format!("size={}", self.base.0);
-            vm.tool().start_ready("base", "hold", &hold, STEP).map_err(|e| vm.explain(e))?;
+            vm.ask(|tool| tool.start_ready("base", "hold", &hold, STEP))?;
         }
         Ok(vms)
     }
@@ -403,14 +384,14 @@ impl<'a> Work<'a> {
         let vm = &self.vms[n];
         let integers = self.plan.integers(self.steps[n].1);
         let arguments = format!("n={integers} seed={}", which + 1);
-        vm.tool().start("sort", "sort", &arguments).map_err(|e| vm.explain(e))?;
+        vm.ask(|tool| tool.start("sort", "sort", &arguments))?;
         Ok(Step::Sorting(which, Instant::now()))
     }
 
     fn account(&mut self, n: usize, since: Instant) -> Result<()> {
         let vm = &self.vms[n];
         let took = since.elapsed();
-        let stat = vm.tool().wait_end("sort", STEP).map_err(|e| vm.explain(e))?;
+        let stat = vm.ask(|tool| tool.wait_end("sort", STEP))?;
         let integers = self.plan.integers(self.steps[n].1);
         if stat.u64("errors") != 0 || stat.u64("checks") != integers {
             bail!("{} sorted wrongly: {:?}", vm.name(), stat.0);
@@ -426,7 +407,7 @@ impl<'a> Work<'a> {
         let _ = vm.tool().stop("read");
         let _ = vm.tool().take_events();
         let arguments = format!("size={}", self.plan.cache.0);
-        vm.tool().start("read", "read", &arguments).map_err(|e| vm.explain(e))?;
+        vm.ask(|tool| tool.start("read", "read", &arguments))?;
         Ok(Step::Reading)
     }
 }

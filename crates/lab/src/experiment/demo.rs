@@ -10,23 +10,24 @@
 
 mod guests;
 
-use std::io::{IsTerminal, Read, Write};
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
 use ebb_core::units::Bytes;
 use serde_json::Value;
 
-use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use self::guests::Guests;
+use super::cycles::{Cycle, Cycles, Guest};
+use super::stage::{Fleet, Stage};
+use crate::arena::{ArenaConfig, SwapKind};
 use crate::ebb::Daemon;
-use crate::guest_stack::Fleet;
 use crate::image::{Cache, Image, Kernel};
 use crate::result::ExperimentResult;
 use crate::sampler::{Sampler, Series};
 use crate::vm::Accel;
-use guests::{Guest, Guests};
 
 pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb"];
 
@@ -34,14 +35,14 @@ const VMS: u32 = 3;
 const MEMORY: Bytes = Bytes::mib(512);
 /// What all VMs together may hold.
 const BUDGET: Bytes = Bytes::mib(1100);
-/// What each holds all the time.
-const BASE: Bytes = Bytes::mib(32);
-/// What each allocates and frees.
-const BURST: Bytes = Bytes::mib(256);
-/// What each reads once after a burst, into its page cache.
-const CACHE: Bytes = Bytes::mib(160);
-/// Time from one burst of a VM to its next.
-const PERIOD: Duration = Duration::from_secs(24);
+const CYCLE: Cycle = Cycle {
+    base: Bytes::mib(32),
+    job: Bytes::mib(256),
+    cache: Bytes::mib(160),
+    period: Duration::from_secs(24),
+    hold: Duration::from_secs(6),
+    apart: Duration::from_secs(24 / VMS as u64),
+};
 
 #[derive(Clone, Debug, Args)]
 pub struct Demo {
@@ -85,7 +86,7 @@ impl Demo {
         let what = if self.libvirt { "domains of libvirt" } else { "VMs" };
         println!(
             "{} {what} of {} on a budget of {}, zram swap behind it: each keeps {}, uses {} more in turn, then reads {}",
-            VMS, MEMORY, BUDGET, BASE, BURST, CACHE
+            VMS, MEMORY, BUDGET, CYCLE.base, CYCLE.job, CYCLE.cache
         );
         let mut results = Vec::new();
         for arm in &self.arms {
@@ -99,44 +100,25 @@ impl Demo {
 
     fn arm(&self, arm: &str) -> Result<ArmResult> {
         println!("\n== {arm}");
-        let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 };
-        let arena = Arena::enter(&ArenaConfig {
-            budget: Some(BUDGET),
-            swap: Some(swap),
-            ..ArenaConfig::default()
-        })?;
-        let dir = tempfile::tempdir()?;
-        let disk = dir.path().join("disk");
-        write_noise(&disk, CACHE)?;
-        let guests = Guests::boot(&self.fleet(arm, &disk, dir.path()), &arena, self.libvirt)?;
-        let daemon = arm.starts_with("ebb").then(|| guests.daemon(dir.path())).transpose()?;
-        let sampler = Sampler::start(10, arena.cgroup().cloned());
+        let config = ArenaConfig::limited(BUDGET, Bytes::gib(1), SwapKind::Any);
+        let stage = Stage::enter(&config, Some(CYCLE.cache))?;
+        let fleet = Fleet { name: "demo", arm, vms: VMS, memory: MEMORY, kernel: self.kernel };
+        let guests = Guests::boot(&fleet, &stage, self.libvirt)?;
+        let daemon = arm.starts_with("ebb").then(|| guests.daemon(stage.dir())).transpose()?;
+        let sampler = Sampler::start(10, stage.arena.cgroup().cloned());
         let vms = guests.all();
         for vm in &vms {
             sampler.watch(vm.name, vm.pid);
         }
-        let mut watch = Watch::new(self, &vms);
-        watch.run(&sampler, daemon.as_ref())?;
+        let mut watch = Watch::default();
+        watch.run(self, vms, &sampler, daemon.as_ref())?;
         let last_state = daemon.as_ref().and_then(|d| d.get("/v1/state").ok());
-        let mut result = watch.finish(sampler.stop(), BURST);
+        let mut result = watch.finish(sampler.stop());
         result.last_state = last_state;
         if let Some(daemon) = daemon {
             self.stop(daemon, &guests)?;
         }
         Ok(result)
-    }
-
-    fn fleet<'a>(&self, arm: &str, disk: &'a Path, dir: &'a Path) -> Fleet<'a> {
-        Fleet {
-            name: "demo",
-            vms: VMS,
-            memory: MEMORY,
-            kernel: self.kernel,
-            reporting: arm == "reporting" || arm == "ebb-stock",
-            guest: arm == "ebb",
-            disk,
-            dir,
-        }
     }
 
     /// Stops Ebb as a user would and checks that every guest is whole again.
@@ -185,14 +167,6 @@ impl Demo {
     }
 }
 
-/// A file of noise: nothing that zram could make small.
-/// Fills a file with what cannot be compressed or merged.
-pub fn write_noise(path: &Path, size: Bytes) -> Result<()> {
-    let mut noise = std::fs::File::open("/dev/urandom")?.take(size.0);
-    std::io::copy(&mut noise, &mut std::fs::File::create(path)?)?;
-    Ok(())
-}
-
 /// What came back by which mechanism, as Ebb accounts it.
 fn mechanisms(state: &Value) -> String {
     let mut out = String::from("what came back, as Ebb accounts it:");
@@ -225,38 +199,34 @@ fn p95(values: &[f64]) -> f64 {
     sorted.get(at.saturating_sub(1)).copied().unwrap_or(0.0)
 }
 
-/// Drives the workload and remembers when what was freed.
-struct Watch<'a> {
-    demo: &'a Demo,
-    vms: &'a [Guest<'a>],
+/// Remembers when what was freed.
+#[derive(Default)]
+struct Watch {
+    names: Vec<String>,
     /// VM and moment of each free.
     frees: Vec<(usize, Duration)>,
     bursts: u64,
     slowest: f64,
-    /// Which VM is to read its file when.
-    reads: Vec<(usize, Instant)>,
 }
 
-impl<'a> Watch<'a> {
-    fn new(demo: &'a Demo, vms: &'a [Guest<'a>]) -> Watch<'a> {
-        Watch { demo, vms, frees: Vec::new(), bursts: 0, slowest: 0.0, reads: Vec::new() }
-    }
-
-    fn run(&mut self, sampler: &Sampler, daemon: Option<&Daemon>) -> Result<()> {
-        let began = Instant::now();
-        let part = PERIOD / VMS;
-        let mut started = 0;
+impl Watch {
+    fn run(
+        &mut self,
+        demo: &Demo,
+        vms: Vec<Guest<'_>>,
+        sampler: &Sampler,
+        daemon: Option<&Daemon>,
+    ) -> Result<()> {
+        self.names = vms.iter().map(|vm| vm.name.to_string()).collect();
+        let mut cycles = Cycles::new(CYCLE, vms);
         let mut line = Duration::ZERO;
-        while began.elapsed() < Duration::from_secs(self.demo.seconds) {
-            if started < self.vms.len() && began.elapsed() >= part * started as u32 {
-                self.start_burst(started)?;
-                started += 1;
+        while cycles.elapsed() < Duration::from_secs(demo.seconds) {
+            for (vm, seconds) in cycles.step()? {
+                self.frees.push((vm, sampler.now()));
+                self.bursts += 1;
+                self.slowest = self.slowest.max(seconds);
             }
-            self.hear(sampler)?;
-            let due: Vec<usize> =
-                self.reads.extract_if(.., |(_, at)| Instant::now() >= *at).map(|r| r.0).collect();
-            due.into_iter().try_for_each(|n| self.read_file(n))?;
-            if began.elapsed() >= line {
+            if cycles.elapsed() >= line {
                 self.print(sampler, daemon, line);
                 line += Duration::from_secs(2);
             }
@@ -265,46 +235,11 @@ impl<'a> Watch<'a> {
         Ok(())
     }
 
-    fn start_burst(&self, n: usize) -> Result<()> {
-        let (size, base, period) = (BURST.0, BASE.0, PERIOD.as_millis());
-        let arguments =
-            format!("size={size} base={base} period_ms={period} hold_ms={} seed={n}", period / 4);
-        self.vms[n].start("burst", "cycle", &arguments)
-    }
-
-    /// Reads the file: as a backup or a log scan does, and the guest keeps it.
-    fn read_file(&self, n: usize) -> Result<()> {
-        let vm = &self.vms[n];
-        let arguments = format!("size={}", CACHE.0);
-        let _ = vm.tool.stop("read");
-        vm.start("read", "read", &arguments)
-    }
-
-    fn hear(&mut self, sampler: &Sampler) -> Result<()> {
-        for (n, vm) in self.vms.iter().enumerate() {
-            vm.check()?;
-            for event in vm.tool.take_events().iter().filter(|e| e.job == "burst") {
-                match event.name.as_str() {
-                    "progress" => {
-                        self.reads.push((n, Instant::now() + PERIOD / 4));
-                        self.frees.push((n, sampler.now()));
-                        self.bursts += 1;
-                        let seconds = event.fields.f64("touch_ns") / 1e9;
-                        self.slowest = self.slowest.max(seconds);
-                    }
-                    "exit" => bail!("{} lost its workload: {:?}", vm.name, event),
-                    _ => {}
-                }
-            }
-        }
-        Ok(())
-    }
-
     fn print(&self, sampler: &Sampler, daemon: Option<&Daemon>, at: Duration) {
         let series = sampler.series();
         let Some(p) = series.points.last() else { return };
         if at.is_zero() {
-            let names: String = self.vms.iter().map(|v| format!("  {:<17}", v.name)).collect();
+            let names: String = self.names.iter().map(|name| format!("  {name:<17}")).collect();
             println!(
                 "{:>6}{:<29}{:<14}{names}{}",
                 "",
@@ -323,8 +258,8 @@ impl<'a> Watch<'a> {
         );
         for (n, r) in p.resident.iter().enumerate() {
             let size = state.as_ref().and_then(|s| {
-                let name = self.vms[n].name;
-                s["vms"].as_array()?.iter().find(|v| v["name"] == name)?["actual"].as_u64()
+                let name = &self.names[n];
+                s["vms"].as_array()?.iter().find(|v| v["name"] == *name)?["actual"].as_u64()
             });
             line += &match size {
                 Some(size) => format!("  {:>8}/{:<8}", r.to_string(), Bytes(size).to_string()),
@@ -341,7 +276,7 @@ impl<'a> Watch<'a> {
     }
 
     /// Reads from the series when each free reached the host.
-    fn finish(self, series: Series, burst: Bytes) -> ArmResult {
+    fn finish(self, series: Series) -> ArmResult {
         let mut free_to_host = Vec::new();
         let mut never = 0;
         let end = series.points.last().map_or(Duration::ZERO, |p| p.at);
@@ -351,8 +286,8 @@ impl<'a> Watch<'a> {
                 continue;
             };
             // Then the guest takes it for its page cache.
-            let until = (*freed + PERIOD / 4).min(end);
-            let goal = held - burst.share(0.9);
+            let until = (*freed + CYCLE.period / 4).min(end);
+            let goal = held - CYCLE.job.share(0.9);
             let window = series.points.iter().filter(|p| p.at > *freed && p.at <= until);
             match window.clone().find(|p| own(p) <= goal) {
                 Some(p) => free_to_host.push((p.at - *freed).as_secs_f64()),

@@ -21,7 +21,7 @@ mod jobs;
 mod picture;
 mod rivals;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -33,15 +33,15 @@ use self::jobs::Jobs;
 use self::picture::picture;
 use self::rivals::{Ksmtuned, knobs, merges};
 use super::autoballoon::warn_of_others;
-use super::demo::write_noise;
-use crate::arena::{Arena, ArenaConfig, Beside, MemoryCgroup, SwapConfig, SwapKind};
+use super::stage::{self, Stage};
+use crate::arena::{ArenaConfig, Beside, MemoryCgroup, SwapKind};
 use crate::baselines::Rival;
 use crate::ebb::Daemon;
 use crate::guest_stack;
 use crate::image::{Cache, Image, Kernel};
 use crate::result::{ExperimentResult, SeriesRow, median};
 use crate::sampler::{Sampler, Series};
-use crate::vm::{Balloon, Vm, VmConfig};
+use crate::vm::{Vm, VmConfig};
 
 #[rustfmt::skip]
 pub const ARMS: [&str; 10] = [
@@ -216,39 +216,30 @@ impl Density {
     }
 
     fn arm(&self, plan: &Plan, arm: &str) -> Result<(ArmResult, ExperimentResult)> {
-        let swap = SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 };
         if self.beside && merges(arm) {
             bail!(
                 "arm {arm} merges pages of all VMs of the machine: it cannot run --beside others"
             );
         }
-        let arena = Arena::enter(&ArenaConfig {
-            budget: Some(plan.budget),
-            swap: Some(swap).filter(|_| !self.beside),
-            knobs: knobs(arm),
-            beside: if self.beside { Beside::Tests } else { Beside::Alone },
-        })?;
-        let dir = tempfile::tempdir()?;
-        let disk = dir.path().join("disk");
-        write_noise(&disk, COMMON.max(plan.size))?;
+        let mut config = ArenaConfig::limited(plan.budget, Bytes::gib(1), SwapKind::Any);
+        config.knobs = knobs(arm);
+        if self.beside {
+            (config.swap, config.beside) = (None, Beside::Tests);
+        }
+        let stage = Stage::enter(&config, Some(COMMON.max(plan.size)))?;
         let most = self.vms.unwrap_or(self.most);
         let names: Vec<String> = (0..most).map(|n| format!("{arm}-{}", n + 1)).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let config = if arm == "ebb" { "[merge]\nmode = \"on\"" } else { "" };
-        let daemon = arm
-            .starts_with("ebb")
-            .then(|| Daemon::start(dir.path(), &names, config))
-            .transpose()?;
+        let daemon = stage.daemon(arm, &names, config)?;
         let tuned = arm.ends_with("ksmtuned");
-        let _tuned = tuned.then(|| Ksmtuned::start(dir.path(), plan.budget)).transpose()?;
-        let cgroup = arena.cgroup().context("no cgroup")?.clone();
+        let _tuned = tuned.then(|| Ksmtuned::start(stage.dir(), plan.budget)).transpose()?;
+        let cgroup = stage.cgroup()?.clone();
+        let (name, memory, kernel) = (&format!("{arm}-"), plan.memory, self.kernel);
         let mut fleet = Fleet {
             plan,
-            arm,
-            arena: &arena,
-            kernel: self.kernel,
-            disk: &disk,
-            dir: dir.path(),
+            stage: &stage,
+            kind: stage::Fleet { name, arm, vms: most, memory, kernel },
             sampler: Sampler::start(10, Some(cgroup.clone())),
             rival: arm.starts_with("mom").then(|| Rival::mom(&cgroup, plan.budget)),
             cgroup,
@@ -271,11 +262,8 @@ impl Density {
 /// The VMs of one arm.
 struct Fleet<'a> {
     plan: &'a Plan,
-    arm: &'a str,
-    arena: &'a Arena,
-    kernel: Kernel,
-    disk: &'a Path,
-    dir: &'a Path,
+    stage: &'a Stage,
+    kind: stage::Fleet<'a>,
     cgroup: MemoryCgroup,
     sampler: Sampler,
     daemon: Option<&'a Daemon>,
@@ -359,7 +347,7 @@ impl Fleet<'_> {
             let swapped = self.cgroup.swap();
             return Ok(Some(format!("{swapped} that were swapped out do not fit")));
         }
-        self.arena.drain_swap()?;
+        self.stage.arena.drain_swap()?;
         Ok(None)
     }
 
@@ -380,12 +368,13 @@ impl Fleet<'_> {
 
     /// Boots VMs side by side while the others work, and starts their jobs.
     fn add(&mut self, count: u32, start: Option<Instant>) -> Result<Option<String>> {
-        let image = Image::get(&Cache::from_env(), self.kernel)?;
+        let image = Image::get(&Cache::from_env(), self.kind.kernel)?;
         let mut configs = Vec::new();
-        for n in 0..count as usize {
-            configs.push(self.config(&image, self.vms.len() + n)?);
+        for n in 1..=count as usize {
+            let config = self.kind.config(self.stage, &image, self.vms.len() + n)?;
+            configs.push(VmConfig { translations: TRANSLATIONS, ..config });
         }
-        let guest = self.guest();
+        let guest = self.kind.has_module();
         let boot = move || -> Result<Vec<Vm>> {
             let mut booted = Vec::new();
             for pair in configs.chunks(2) {
@@ -427,7 +416,7 @@ impl Fleet<'_> {
 
     /// Takes off the budget what is held beside the VMs; how much that is.
     fn charge(&self) -> Result<Bytes> {
-        let beside = account::beside(self.daemon, self.arm)?;
+        let beside = account::beside(self.daemon, self.kind.arm)?;
         self.cgroup.resize(self.plan.budget - beside)?;
         Ok(beside)
     }
@@ -441,25 +430,6 @@ impl Fleet<'_> {
         self.vms.retain(|_| !each.next().is_some_and(|lost| *lost));
         self.vms.truncate(left);
         self.jobs.truncate(left);
-    }
-
-    fn guest(&self) -> bool {
-        ["ebb-guest", "ebb"].contains(&self.arm)
-    }
-
-    fn config(&self, image: &Image, n: usize) -> Result<VmConfig> {
-        let mut config = VmConfig::new(format!("{}-{}", self.arm, n + 1), self.plan.memory);
-        config.kernel = self.kernel;
-        config.translations = TRANSLATIONS;
-        let reporting = ["reporting", "mom", "ebb-stock"].iter().any(|a| self.arm.starts_with(a));
-        config.balloon = Some(Balloon { reporting, deflate_on_oom: true });
-        if self.guest() {
-            guest_stack::prepare(&mut config, image, self.dir)?;
-        }
-        config.disks = vec![self.disk.into()];
-        config.args.push("-snapshot".into());
-        config.cgroup = Some(self.cgroup.dir.clone());
-        Ok(config)
     }
 
     /// Runs for some periods and measures.

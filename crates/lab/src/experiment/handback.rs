@@ -9,7 +9,7 @@
 //!
 //! Arms: `plain` (no Ebb: the guest was never shrunk; the full host swaps), `ebb-stock`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -18,13 +18,13 @@ use ebb_core::units::Bytes;
 use ebb_host::probe::vmstat::read_vmstat;
 use ebb_host::root::Root;
 
-use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use super::record;
+use super::stage::{Fleet, Stage, names};
+use crate::arena::{ArenaConfig, SwapKind};
 use crate::ebb::Daemon;
-use crate::experiment::demo::write_noise;
-use crate::experiment::record;
 use crate::image::Kernel;
 use crate::result::ExperimentResult;
-use crate::vm::{Balloon, Vm, VmConfig};
+use crate::vm::Vm;
 use crate::wall_ms;
 
 pub const ARMS: [&str; 2] = ["plain", "ebb-stock"];
@@ -96,15 +96,11 @@ impl Handback {
     }
 
     fn bursts(&self, arm: &str, full: bool) -> Result<(Bursts, ExperimentResult)> {
-        let budget = Some(if full { self.full_budget } else { self.idle_budget });
-        let swap = Some(SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 });
-        let arena = Arena::enter(&ArenaConfig { budget, swap, ..ArenaConfig::default() })?;
-        let dir = tempfile::tempdir()?;
-        let disk = dir.path().join("disk");
-        write_noise(&disk, self.cache)?;
-        let vms = self.boot(&arena, arm, &disk)?;
-        let names = [vms[0].name(), vms[1].name()];
-        let daemon = (arm != "plain").then(|| Daemon::start(dir.path(), &names, "")).transpose()?;
+        let budget = if full { self.full_budget } else { self.idle_budget };
+        let config = ArenaConfig::limited(budget, Bytes::gib(1), SwapKind::Any);
+        let stage = Stage::enter(&config, Some(self.cache))?;
+        let vms = self.boot(&stage, arm)?;
+        let daemon = stage.daemon(arm, &names(&vms), "")?;
         let mut bursts = Bursts::default();
         for n in 0..self.runs {
             self.prepare(&vms, daemon.as_ref(), full)?;
@@ -122,28 +118,19 @@ impl Handback {
         daemon.map(Daemon::end_well).transpose()?;
         if let (Some(kept), true) = (&self.records, arm != "plain") {
             let name = format!("handback-{arm}-{}", if full { "full" } else { "idle" });
-            record::keep(dir.path(), kept, &name)?;
+            record::keep(stage.dir(), kept, &name)?;
         }
         Ok((bursts, ExperimentResult::new("handback", vms[0].release(), vms[0].accel())))
     }
 
-    fn boot(&self, arena: &Arena, arm: &str, disk: &Path) -> Result<Vec<Vm>> {
-        let mut vms = Vec::new();
-        for name in ["asks", "other"] {
-            let mut config = VmConfig::new(name, self.memory);
-            config.kernel = self.kernel;
-            config.balloon = Some(Balloon { reporting: arm != "plain", deflate_on_oom: true });
-            config.disks = vec![disk.into()];
-            config.args.push("-snapshot".into());
-            config.cgroup = arena.cgroup().map(|c| c.dir.clone());
-            vms.push(Vm::spawn(&config)?);
-        }
-        vms.iter_mut().try_for_each(Vm::wait_ready)?;
+    fn boot(&self, stage: &Stage, arm: &str) -> Result<Vec<Vm>> {
+        let (memory, kernel) = (self.memory, self.kernel);
+        let vms = Fleet { name: "handback", arm, vms: 2, memory, kernel }.boot(stage)?;
         // As in a VM that has run for a while: all its memory has been in use.
         for vm in &vms {
             let all = format!("size={}", (self.burst + Bytes::mib(64)).0);
-            vm.tool().start_ready("all", "hold", &all, MINUTE).map_err(|e| vm.explain(e))?;
-            vm.tool().stop("all").map_err(|e| vm.explain(e))?;
+            vm.ask(|tool| tool.start_ready("all", "hold", &all, MINUTE))?;
+            vm.ask(|tool| tool.stop("all"))?;
         }
         Ok(vms)
     }
@@ -168,10 +155,7 @@ impl Handback {
             // Closing the device drops its cache, so it is read anew.
             let _ = other.tool().stop("read");
             let size = format!("size={}", self.cache.0);
-            other
-                .tool()
-                .start_ready("read", "read", &size, MINUTE)
-                .map_err(|e| other.explain(e))?;
+            other.ask(|tool| tool.start_ready("read", "read", &size, MINUTE))?;
         }
         Ok(())
     }
@@ -181,10 +165,10 @@ impl Handback {
         let before = out()?;
         let _ = vm.tool().take_events();
         let args = format!("size={} pattern=touch period_ms=1000 count=1", self.burst.0);
-        vm.tool().start("burst", "cycle", &args).map_err(|e| vm.explain(e))?;
-        vm.tool().wait_event("burst", "ready", MINUTE).map_err(|e| vm.explain(e))?;
+        vm.ask(|tool| tool.start("burst", "cycle", &args))?;
+        vm.ask(|tool| tool.wait_event("burst", "ready", MINUTE))?;
         let began = wall_ms();
-        let end = vm.tool().wait_end("burst", 3 * MINUTE).map_err(|e| vm.explain(e))?;
+        let end = vm.ask(|tool| tool.wait_end("burst", 3 * MINUTE))?;
         bursts.seconds.push(end.u64("last_ns") as f64 / 1e9);
         bursts.swapped.push(out()?.saturating_sub(before) as f64);
         if let Some(daemon) = daemon {

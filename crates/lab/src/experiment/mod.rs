@@ -3,6 +3,7 @@
 
 pub mod autoballoon;
 pub mod cgroup_guest;
+mod cycles;
 pub mod dedup;
 pub mod demo;
 pub mod density;
@@ -16,5 +17,6 @@ pub mod recycle;
 pub mod refault;
 pub mod rhythm;
 pub mod scan;
+pub mod stage;
 pub mod tick;
 pub mod trial;

@@ -7,7 +7,7 @@
 //! balloon back: it includes the time the burst needs to make the guest short.
 
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Args;
@@ -16,11 +16,13 @@ use ebb_host::probe::process::read_status;
 use ebb_host::root::Root;
 use serde_json::Value;
 
-use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use super::stage::{Fleet, Stage, names};
+use crate::arena::{ArenaConfig, SwapKind};
 use crate::ebb::Daemon;
 use crate::image::Kernel;
 use crate::result::ExperimentResult;
-use crate::vm::{Balloon, Vm, VmConfig, cpu_s};
+use crate::vm::{Vm, cpu_s};
+use crate::wall_ms;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -47,15 +49,13 @@ impl Overhead {
     /// Runs, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
         // Less than three guests hold that have touched 256 MiB each.
-        let budget = Some(Bytes::mib(1250));
-        let swap = Some(SwapConfig { size: Bytes::gib(1), kind: SwapKind::Any, priority: 100 });
-        let arena = Arena::enter(&ArenaConfig { budget, swap, ..ArenaConfig::default() })?;
-        let vms = self.boot(&arena)?;
-        let names: Vec<&str> = vms.iter().map(Vm::name).collect();
-        let dir = tempfile::tempdir()?;
+        let config = ArenaConfig::limited(Bytes::mib(1250), Bytes::gib(1), SwapKind::Any);
+        let stage = Stage::enter(&config, None)?;
+        let vms = self.boot(&stage)?;
+        let names = names(&vms);
         let mut outcome = ExperimentResult::new("overhead", vms[0].release(), vms[0].accel());
 
-        let daemon = Daemon::start(dir.path(), &names, "reserve = \"64MiB\"")?;
+        let daemon = Daemon::start(stage.dir(), &names, "reserve = \"64MiB\"")?;
         // What is set aside for VMs that have just started is taken of them at first.
         daemon.wait_for("VMs that are owed nothing", 5 * MINUTE, |s| {
             all(s, &names, "ballooned", |b| b == 0)
@@ -63,7 +63,7 @@ impl Overhead {
         self.cost((&daemon, &vms), "clear", &mut outcome)?;
         daemon.stop();
 
-        let daemon = Daemon::start(dir.path(), &names, "reserve = \"600MiB\"")?;
+        let daemon = Daemon::start(stage.dir(), &names, "reserve = \"600MiB\"")?;
         let is_small = |actual| actual < SMALL.0;
         daemon.wait_for("ballooned VMs", MINUTE, |s| all(s, &names, "actual", is_small))?;
         self.cost((&daemon, &vms), "ballooned", &mut outcome)?;
@@ -79,21 +79,12 @@ impl Overhead {
         Ok(outcome.keep(self.json.as_deref())?)
     }
 
-    fn boot(&self, arena: &Arena) -> Result<Vec<Vm>> {
-        let mut vms = Vec::new();
-        for n in 1..=3 {
-            let mut config = VmConfig::new(format!("over{n}"), Bytes::mib(512));
-            config.kernel = self.kernel;
-            config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
-            config.cgroup = arena.cgroup().map(|c| c.dir.clone());
-            vms.push(Vm::spawn(&config)?);
-        }
-        for vm in &mut vms {
-            vm.wait_ready()?;
-            vm.tool()
-                .start_ready("h", "hold", "size=201326592", MINUTE)
-                .map_err(|e| vm.explain(e))?;
-            vm.tool().stop("h").map_err(|e| vm.explain(e))?;
+    fn boot(&self, stage: &Stage) -> Result<Vec<Vm>> {
+        let (memory, kernel) = (Bytes::mib(512), self.kernel);
+        let vms = Fleet { name: "over", arm: "plain", vms: 3, memory, kernel }.boot(stage)?;
+        for vm in &vms {
+            vm.ask(|tool| tool.start_ready("h", "hold", "size=201326592", MINUTE))?;
+            vm.ask(|tool| tool.stop("h"))?;
         }
         Ok(vms)
     }
@@ -120,9 +111,9 @@ impl Overhead {
 
     fn reaction(&self, daemon: &Daemon, vm: &Vm) -> Result<f64> {
         let args = "size=356515840 period_ms=1000 hold_ms=1000 count=1";
-        vm.tool().start("burst", "cycle", args).map_err(|e| vm.explain(e))?;
-        vm.tool().wait_event("burst", "ready", MINUTE).map_err(|e| vm.explain(e))?;
-        let began = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis() as u64;
+        vm.ask(|tool| tool.start("burst", "cycle", args))?;
+        vm.ask(|tool| tool.wait_event("burst", "ready", MINUTE))?;
+        let began = wall_ms();
         let ordered = daemon.wait_for("order to grow", MINUTE, |_| {
             let decisions = daemon.get("/v1/decisions").ok()?;
             decisions.as_array()?.iter().find_map(|d| {
@@ -132,7 +123,7 @@ impl Overhead {
                 ours.then(|| d["wall_ms"].as_u64())?
             })
         })?;
-        vm.tool().wait_end("burst", MINUTE).map_err(|e| vm.explain(e))?;
+        vm.ask(|tool| tool.wait_end("burst", MINUTE))?;
         Ok(ordered.saturating_sub(began) as f64 / 1000.0)
     }
 }

@@ -12,21 +12,21 @@
 //! turns within each run, every other run the other way round. What counts is how long a
 //! guest took to touch its job's memory, and what the host swapped.
 
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 use clap::{Args, ValueEnum};
 use ebb_core::units::Bytes;
 
-use crate::arena::{Arena, ArenaConfig, SwapConfig, SwapKind};
+use super::autoballoon::{swapped, warn_of_others};
+use super::cycles::{Cycle, Cycles, Guest};
+use super::record;
+use super::stage::{Fleet, Stage, names};
+use super::trial::in_turns;
+use crate::arena::{ArenaConfig, SwapKind};
 use crate::baselines::Rival;
 use crate::ebb::Daemon;
-use crate::experiment::autoballoon::{swapped, warn_of_others};
-use crate::experiment::demo::write_noise;
-use crate::experiment::record;
-use crate::experiment::trial::in_turns;
-use crate::guest_stack::Fleet;
 use crate::image::Kernel;
 use crate::result::{ExperimentResult, median};
 use crate::sampler::Sampler;
@@ -51,18 +51,7 @@ struct Setup {
     memory: Bytes,
     /// What all VMs together may hold.
     budget: Bytes,
-    /// What each holds all the time.
-    base: Bytes,
-    /// What a job takes and frees.
-    job: Bytes,
-    /// What is read between jobs, into the guest's page cache.
-    cache: Bytes,
-    /// From one job to the next.
-    period: Duration,
-    /// For so long a job keeps what it has touched.
-    hold: Duration,
-    /// How much later each VM's jobs are than those of the VM before.
-    apart: Duration,
+    cycle: Cycle,
 }
 
 impl Shape {
@@ -75,12 +64,14 @@ impl Shape {
                 vms: 4,
                 memory: Bytes::mib(512),
                 budget: Bytes::mib(2000),
-                base: Bytes::mib(32),
-                job: Bytes::mib(192),
-                cache: Bytes::mib(160),
-                period: Duration::from_secs(30),
-                hold: Duration::from_secs(6),
-                apart: Duration::ZERO,
+                cycle: Cycle {
+                    base: Bytes::mib(32),
+                    job: Bytes::mib(192),
+                    cache: Bytes::mib(160),
+                    period: Duration::from_secs(30),
+                    hold: Duration::from_secs(6),
+                    apart: Duration::ZERO,
+                },
             },
             // Needed at most: 2 × (75 + 32 + 110) + 256 = 690 MiB; kept: 256 more.
             Shape::Swing => Setup {
@@ -88,12 +79,14 @@ impl Shape {
                 vms: 2,
                 memory: Bytes::mib(512),
                 budget: Bytes::mib(860),
-                base: Bytes::mib(32),
-                job: Bytes::mib(256),
-                cache: Bytes::ZERO,
-                period: Duration::from_secs(10),
-                hold: Duration::from_secs(3),
-                apart: Duration::from_secs(5),
+                cycle: Cycle {
+                    base: Bytes::mib(32),
+                    job: Bytes::mib(256),
+                    cache: Bytes::ZERO,
+                    period: Duration::from_secs(10),
+                    hold: Duration::from_secs(3),
+                    apart: Duration::from_secs(5),
+                },
             },
         }
     }
@@ -178,9 +171,9 @@ impl Rhythm {
             setup.vms,
             setup.memory,
             setup.budget,
-            setup.job,
-            setup.period.as_secs(),
-            setup.hold.as_secs()
+            setup.cycle.job,
+            setup.cycle.period.as_secs(),
+            setup.cycle.hold.as_secs()
         );
         let (results, fresh) = in_turns(&self.arms, self.runs, |arm| self.one(setup, arm), line)?;
         *outcome = outcome.take().or(fresh);
@@ -196,24 +189,16 @@ impl Rhythm {
     }
 
     fn one(&self, setup: &Setup, arm: &str) -> Result<(RunResult, ExperimentResult)> {
-        let swap = SwapConfig { size: Bytes::gib(2), kind: SwapKind::File, priority: 100 };
-        let arena = Arena::enter(&ArenaConfig {
-            budget: Some(setup.budget),
-            swap: Some(swap),
-            ..ArenaConfig::default()
-        })?;
-        let dir = tempfile::tempdir()?;
-        let disk = dir.path().join("disk");
-        write_noise(&disk, setup.cache.max(Bytes::mib(1)))?;
-        let vms = boot(setup, &arena, arm, self.kernel, &disk, dir.path())?;
-        let names: Vec<&str> = vms.iter().map(Vm::name).collect();
-        let daemon =
-            arm.starts_with("ebb").then(|| Daemon::start(dir.path(), &names, "")).transpose()?;
-        let cgroup = arena.cgroup().context("no cgroup")?;
-        let rival = (arm == "mom").then(|| Rival::mom(cgroup, setup.budget));
-        let sampler = Sampler::start(20, Some(cgroup.clone()));
+        let config = ArenaConfig::limited(setup.budget, Bytes::gib(2), SwapKind::File);
+        let cache = setup.cycle.cache.max(Bytes::mib(1));
+        let stage = Stage::enter(&config, Some(cache))?;
+        let (name, memory, kernel) = (setup.name, setup.memory, self.kernel);
+        let vms = Fleet { name, arm, vms: setup.vms, memory, kernel }.boot(&stage)?;
+        let daemon = stage.daemon(arm, &names(&vms), "")?;
+        let rival = (arm == "mom").then(|| stage.cgroup().map(|c| Rival::mom(c, setup.budget)));
+        let sampler = Sampler::start(20, Some(stage.cgroup()?.clone()));
         let (before, began_ms) = (swapped()?, wall_ms());
-        let touches = Work::new(setup, &vms, rival).run(Duration::from_secs(self.seconds))?;
+        let touches = self.work(setup.cycle, &vms, rival.transpose()?)?;
         let (after, end_ms) = (swapped()?, wall_ms());
         let series = sampler.stop();
         daemon.map(Daemon::end_well).transpose()?;
@@ -227,10 +212,10 @@ impl Rhythm {
         };
         if arm.starts_with("ebb") {
             if let Some(kept) = &self.records {
-                record::keep(dir.path(), kept, &format!("{}-{arm}-{began_ms}", setup.name))?;
+                record::keep(stage.dir(), kept, &format!("{}-{arm}-{began_ms}", setup.name))?;
             }
             // Stopping gives everything back: that is no turn of the controller's.
-            let mut ticks = record::read(&dir.path().join("record.jsonl"))?;
+            let mut ticks = record::read(&stage.dir().join("record.jsonl"))?;
             ticks.retain(|t| (began_ms..=end_ms).contains(&t.wall_ms));
             let minutes = (end_ms - began_ms) as f64 / 60_000.0;
             let turns = record::reversals(&ticks) as f64;
@@ -238,27 +223,23 @@ impl Rhythm {
         }
         Ok((result, ExperimentResult::new("rhythm", vms[0].release(), vms[0].accel())))
     }
-}
 
-fn boot(
-    setup: &Setup,
-    arena: &Arena,
-    arm: &str,
-    kernel: Kernel,
-    disk: &Path,
-    dir: &Path,
-) -> Result<Vec<Vm>> {
-    let fleet = Fleet {
-        name: setup.name,
-        vms: setup.vms,
-        memory: setup.memory,
-        kernel,
-        reporting: ["reporting", "mom", "ebb-stock"].contains(&arm),
-        guest: arm == "ebb-guest",
-        disk,
-        dir,
-    };
-    Ok(fleet.boot(arena)?)
+    /// How long each job took to touch its memory, seconds.
+    fn work(&self, cycle: Cycle, vms: &[Vm], mut rival: Option<Rival>) -> Result<Vec<f64>> {
+        let mut cycles = Cycles::new(cycle, vms.iter().map(Guest::of_vm).collect());
+        let mut touches = Vec::new();
+        while cycles.elapsed() < Duration::from_secs(self.seconds) {
+            touches.extend(cycles.step()?.into_iter().map(|(_, seconds)| seconds));
+            if let Some(rival) = &mut rival {
+                rival.tick(vms)?;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        if let Some(rival) = &rival {
+            println!("  {} orders", rival.orders());
+        }
+        Ok(touches)
+    }
 }
 
 fn line(r: &RunResult) -> String {
@@ -273,85 +254,4 @@ fn line(r: &RunResult) -> String {
         Bytes(r.held_mean as u64).to_string(),
         optional(r.reversals)
     )
-}
-
-struct Work<'a> {
-    setup: &'a Setup,
-    vms: &'a [Vm],
-    rival: Option<Rival>,
-    /// How long each job took to touch its memory, seconds.
-    touches: Vec<f64>,
-    /// Which VM is to read its file when.
-    reads: Vec<(usize, Instant)>,
-}
-
-impl<'a> Work<'a> {
-    fn new(setup: &'a Setup, vms: &'a [Vm], rival: Option<Rival>) -> Work<'a> {
-        Work { setup, vms, rival, touches: Vec::new(), reads: Vec::new() }
-    }
-
-    fn run(mut self, time: Duration) -> Result<Vec<f64>> {
-        let began = Instant::now();
-        let mut started = 0;
-        while began.elapsed() < time {
-            while started < self.vms.len() && began.elapsed() >= self.setup.apart * started as u32 {
-                self.start(started)?;
-                started += 1;
-            }
-            for n in 0..self.vms.len() {
-                self.hear(n)?;
-            }
-            let due: Vec<usize> =
-                self.reads.extract_if(.., |(_, at)| Instant::now() >= *at).map(|r| r.0).collect();
-            due.into_iter().try_for_each(|n| self.read(n))?;
-            if let Some(rival) = &mut self.rival {
-                rival.tick(self.vms)?;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        if let Some(rival) = &self.rival {
-            println!("  {} orders", rival.orders());
-        }
-        Ok(self.touches)
-    }
-
-    fn start(&self, n: usize) -> Result<()> {
-        let (s, vm) = (self.setup, &self.vms[n]);
-        let arguments = format!(
-            "size={} base={} period_ms={} hold_ms={} seed={n}",
-            s.job.0,
-            s.base.0,
-            s.period.as_millis(),
-            s.hold.as_millis()
-        );
-        vm.tool().start("job", "cycle", &arguments).map_err(|e| vm.explain(e))?;
-        Ok(())
-    }
-
-    fn hear(&mut self, n: usize) -> Result<()> {
-        let vm = &self.vms[n];
-        vm.check()?;
-        for event in vm.tool().take_events().iter().filter(|e| e.job == "job") {
-            match event.name.as_str() {
-                "progress" => {
-                    self.touches.push(event.fields.f64("touch_ns") / 1e9);
-                    if self.setup.cache > Bytes::ZERO {
-                        self.reads.push((n, Instant::now() + self.setup.period / 4));
-                    }
-                }
-                "exit" => bail!("{} lost its job: {event:?}", vm.name()),
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    fn read(&self, n: usize) -> Result<()> {
-        let vm = &self.vms[n];
-        // The one before holds the device open, and with it what was read.
-        let _ = vm.tool().stop("read");
-        let arguments = format!("size={}", self.setup.cache.0);
-        vm.tool().start("read", "read", &arguments).map_err(|e| vm.explain(e))?;
-        Ok(())
-    }
 }

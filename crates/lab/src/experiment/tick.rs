@@ -19,9 +19,9 @@ use ebb_core::units::Bytes;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
+use crate::LabError;
 use crate::ebb::{self, Daemon};
 use crate::vm::{resident, threads};
-use crate::LabError;
 
 const ARMS: [&str; 3] = ["rest", "clear", "orders"];
 /// What each stand-in has.

@@ -13,7 +13,7 @@ use ebb_host::agent::Agent;
 use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
-use ebb_lab::experiment::demo::write_noise;
+use ebb_lab::experiment::stage::write_noise;
 use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Backing, Vm};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{self, Daemon};
-use ebb_lab::experiment::demo::write_noise;
+use ebb_lab::experiment::stage::write_noise;
 use ebb_lab::guest_stack;
 use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::Vm;

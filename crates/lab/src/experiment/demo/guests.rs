@@ -3,13 +3,12 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::Result;
 use ebb_core::units::Bytes;
 
-use crate::arena::Arena;
 use crate::ebb::Daemon;
-use crate::guest::Tool;
-use crate::guest_stack::Fleet;
+use crate::experiment::cycles::Guest;
+use crate::experiment::stage::{Fleet, Stage};
 use crate::libvirt::{Domain, Libvirtd};
 use crate::vm::Vm;
 
@@ -19,22 +18,22 @@ pub(super) enum Guests {
 }
 
 impl Guests {
-    pub fn boot(fleet: &Fleet<'_>, arena: &Arena, libvirt: bool) -> Result<Guests> {
+    pub fn boot(fleet: &Fleet<'_>, stage: &Stage, libvirt: bool) -> Result<Guests> {
         if !libvirt {
-            return Ok(Guests::Vms(fleet.boot(arena)?));
+            return Ok(Guests::Vms(fleet.boot(stage)?));
         }
         let mut libvirtd = Libvirtd::start()?;
-        if let Some(cgroup) = arena.cgroup() {
+        if let Some(cgroup) = stage.arena.cgroup() {
             libvirtd.use_cgroup(&cgroup.dir)?;
         }
-        let domains = fleet.boot_domains(&libvirtd)?;
+        let domains = fleet.boot_domains(stage, &libvirtd)?;
         Ok(Guests::Domains(libvirtd, domains))
     }
 
     pub fn all(&self) -> Vec<Guest<'_>> {
         match self {
             Guests::Vms(vms) => vms.iter().map(Guest::of_vm).collect(),
-            Guests::Domains(_, domains) => domains.iter().map(Guest::of_domain).collect(),
+            Guests::Domains(_, domains) => domains.iter().map(of_domain).collect(),
         }
     }
 
@@ -65,36 +64,6 @@ impl Guests {
     }
 }
 
-pub(super) struct Guest<'a> {
-    pub name: &'a str,
-    pub pid: u32,
-    pub tool: &'a Tool,
-    vm: Option<&'a Vm>,
-}
-
-impl<'a> Guest<'a> {
-    fn of_vm(vm: &'a Vm) -> Guest<'a> {
-        Guest { name: vm.name(), pid: vm.pid(), tool: vm.tool(), vm: Some(vm) }
-    }
-
-    fn of_domain(domain: &'a Domain) -> Guest<'a> {
-        Guest { name: domain.name(), pid: domain.pid(), tool: domain.tool(), vm: None }
-    }
-
-    /// Whether it is there.
-    pub fn check(&self) -> Result<()> {
-        match self.vm {
-            Some(vm) => Ok(vm.check()?),
-            None if Path::new("/proc").join(self.pid.to_string()).exists() => Ok(()),
-            None => bail!("domain {} has ended", self.name),
-        }
-    }
-
-    /// Starts a job of its tool.
-    pub fn start(&self, job: &str, kind: &str, arguments: &str) -> Result<()> {
-        self.tool.start(job, kind, arguments).map_err(|e| match self.vm {
-            Some(vm) => vm.explain(e).into(),
-            None => anyhow!("domain {}: {e}", self.name),
-        })
-    }
+fn of_domain(domain: &Domain) -> Guest<'_> {
+    Guest { name: domain.name(), pid: domain.pid(), tool: domain.tool(), vm: None }
 }

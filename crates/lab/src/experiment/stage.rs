@@ -1,0 +1,150 @@
+//! What the experiments share that compare tiers: a budget with swap behind it, a disk that all
+//! VMs read, the VMs of an arm, and Ebb in the arms that have it.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use ebb_core::units::Bytes;
+use tempfile::TempDir;
+
+use crate::LabError;
+use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
+use crate::ebb::Daemon;
+use crate::guest_stack::{LOAD, load, prepare};
+use crate::image::{Cache, Image, Kernel};
+use crate::libvirt::{Domain, Libvirtd};
+use crate::vm::{Balloon, Vm, VmConfig};
+
+/// The machine for one run of an arm.
+#[derive(Debug)]
+pub struct Stage {
+    dir: TempDir,
+    /// What VMs write to it is dropped.
+    pub disk: Option<PathBuf>,
+    pub arena: Arena,
+}
+
+impl Stage {
+    /// `disk`: how much of noise there is on the disk, if there is to be one.
+    pub fn enter(config: &ArenaConfig, disk: Option<Bytes>) -> Result<Stage> {
+        let arena = Arena::enter(config)?;
+        let dir = tempfile::tempdir()?;
+        let noise = |size| {
+            let path = dir.path().join("disk");
+            write_noise(&path, size).map(|()| path)
+        };
+        let disk = disk.map(noise).transpose()?;
+        Ok(Stage { dir, disk, arena })
+    }
+
+    /// Where the daemon's files and the agents' sockets are.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    pub fn cgroup(&self) -> Result<&MemoryCgroup> {
+        self.arena.cgroup().context("no cgroup")
+    }
+
+    /// Ebb, if the arm has it, beside VMs of these names.
+    pub fn daemon(&self, arm: &str, names: &[&str], config: &str) -> Result<Option<Daemon>> {
+        let start = || Daemon::start(self.dir(), names, config);
+        Ok(arm.starts_with("ebb").then(start).transpose()?)
+    }
+}
+
+/// Fills a file with what cannot be compressed or merged.
+pub fn write_noise(path: &Path, size: Bytes) -> Result<()> {
+    let mut noise = std::fs::File::open("/dev/urandom")?.take(size.0);
+    std::io::copy(&mut noise, &mut std::fs::File::create(path)?)?;
+    Ok(())
+}
+
+/// Names of VMs, for a daemon.
+pub fn names(vms: &[Vm]) -> Vec<&str> {
+    vms.iter().map(Vm::name).collect()
+}
+
+/// The VMs of an arm, all of one kind.
+#[derive(Debug)]
+pub struct Fleet<'a> {
+    /// Their names are this and a number.
+    pub name: &'a str,
+    pub arm: &'a str,
+    pub vms: u32,
+    pub memory: Bytes,
+    pub kernel: Kernel,
+}
+
+impl Fleet<'_> {
+    fn reporting(&self) -> bool {
+        ["reporting", "mom", "ebb-stock"].iter().any(|a| self.arm.starts_with(a))
+    }
+
+    /// Whether they have agent and module (which need no reporting, and stand aside where it is on).
+    pub fn has_module(&self) -> bool {
+        ["ebb", "ebb-guest"].contains(&self.arm)
+    }
+
+    /// How the VM of this number is to be.
+    pub fn config(
+        &self,
+        stage: &Stage,
+        image: &Image,
+        number: usize,
+    ) -> Result<VmConfig, LabError> {
+        let mut config = VmConfig::new(format!("{}{number}", self.name), self.memory);
+        config.kernel = self.kernel;
+        config.balloon = Some(Balloon { reporting: self.reporting(), deflate_on_oom: true });
+        if self.has_module() {
+            prepare(&mut config, image, stage.dir())?;
+        }
+        if let Some(disk) = &stage.disk {
+            config.disks = vec![disk.clone()];
+            config.args.push("-snapshot".into());
+        }
+        config.cgroup = stage.arena.cgroup().map(|c| c.dir.clone());
+        Ok(config)
+    }
+
+    /// Boots them at the same time, in the arena's cgroup.
+    pub fn boot(&self, stage: &Stage) -> Result<Vec<Vm>> {
+        let image = Image::get(&Cache::from_env(), self.kernel)?;
+        let mut vms = Vec::new();
+        for number in 1..=self.vms as usize {
+            vms.push(Vm::spawn(&self.config(stage, &image, number)?)?);
+        }
+        for vm in &mut vms {
+            vm.wait_ready()?;
+            if self.has_module() {
+                load(vm)?;
+            }
+        }
+        Ok(vms)
+    }
+
+    /// Boots them as domains of this libvirtd, one after the other; their kernel is 6.1.
+    pub fn boot_domains(&self, stage: &Stage, libvirtd: &Libvirtd) -> Result<Vec<Domain>> {
+        let reporting = if self.reporting() { "on" } else { "off" };
+        let disk = stage.disk.as_deref().context("no disk")?;
+        let devices = format!(
+            "<memballoon model='virtio' autodeflate='on' freePageReporting='{reporting}'/>\
+             <disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/>\
+             <source file='{}'/><target dev='vda' bus='virtio'/><readonly/></disk>",
+            disk.display()
+        );
+        let boot = |number| -> Result<Domain> {
+            let name = format!("{}{number}", self.name);
+            if !self.has_module() {
+                return Ok(libvirtd.boot(&name, self.memory, &devices, "")?);
+            }
+            let domain = libvirtd.boot_with_agent(&name, self.memory, &devices)?;
+            let loaded = domain.tool().sh(LOAD, Duration::from_secs(60));
+            loaded.with_context(|| format!("the module in {name}"))?;
+            Ok(domain)
+        };
+        (1..=self.vms).map(boot).collect()
+    }
+}
