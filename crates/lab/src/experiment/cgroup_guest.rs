@@ -112,7 +112,7 @@ impl Place {
 
     /// A shell command in the guest.
     pub fn sh(&self, command: &str) -> Result<String> {
-        Ok(self.vm.tool().sh(command, 2 * MINUTE).map_err(|e| self.vm.explain(e))?)
+        Ok(self.vm.ask(|tool| tool.sh(command, 2 * MINUTE))?)
     }
 
     pub fn insmod(&self) -> Result<()> {
@@ -231,13 +231,12 @@ impl Place {
 
     /// Starts a job that allocates and touches, and waits for it.
     pub fn start(&self, job: &str, kind: &str, arguments: &str) -> Result<()> {
-        let started = self.vm.tool().start_ready(job, kind, arguments, 3 * MINUTE);
-        started.map(drop).map_err(|e| self.vm.explain(e).into())
+        Ok(self.vm.ask(|tool| tool.start_ready(job, kind, arguments, 3 * MINUTE)).map(drop)?)
     }
 
     /// Ends a job; its memory is free when this returns.
     pub fn stop(&self, job: &str) -> Result<()> {
-        self.vm.tool().stop(job).map(drop).map_err(|e| self.vm.explain(e).into())
+        Ok(self.vm.ask(|tool| tool.stop(job)).map(drop)?)
     }
 
     /// Has a `pieces` job free its pieces.

@@ -154,10 +154,9 @@ struct Loop {
 }
 
 fn faultloop(place: &Place, pages: Pages, until: &str) -> Result<Loop> {
-    let tool = place.vm.tool();
     let arguments = format!("size={SIZE} huge={} {until}", pages.flag());
-    tool.start("f", "faultloop", &arguments).map_err(|e| place.vm.explain(e))?;
-    let end = tool.wait_end("f", 5 * MINUTE).map_err(|e| place.vm.explain(e))?;
+    place.vm.ask(|tool| tool.start("f", "faultloop", &arguments))?;
+    let end = place.vm.ask(|tool| tool.wait_end("f", 5 * MINUTE))?;
     let pages = end.u64("pages").max(1) as f64;
     let each = end.u64("total_ns") as f64 / pages;
     Ok(Loop { rate: end.f64("pages_per_second"), pages, each })

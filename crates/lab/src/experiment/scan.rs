@@ -143,7 +143,7 @@ impl Held {
             guest_stack::load(&vm)?;
         }
         let hold = format!("size={} seed={n}", size.0);
-        vm.tool().start_ready("h", "hold", &hold, 5 * MINUTE).map_err(|e| vm.explain(e))?;
+        vm.ask(|tool| tool.start_ready("h", "hold", &hold, 5 * MINUTE))?;
         vm.pause()?;
         let hashes = |socket: PathBuf| -> Result<(Agent, Arc<HashLink>)> {
             let mut agent = Agent::connect(socket)?;

@@ -92,7 +92,7 @@ impl Guest {
     }
 
     fn try_sh(&self, command: &str) -> Result<String, VmError> {
-        self.vm.tool().sh(command, 5 * MINUTE).map_err(|e| self.vm.explain(e))
+        self.vm.ask(|tool| tool.sh(command, 5 * MINUTE))
     }
 
     fn insmod(&self) {
@@ -107,7 +107,7 @@ impl Guest {
 
     /// Pages checked so far; none may be wrong.
     fn verified(&self) -> u64 {
-        let stat = self.vm.tool().stat("v").map_err(|e| self.vm.explain(e)).unwrap();
+        let stat = self.vm.ask(|tool| tool.stat("v")).unwrap();
         assert_eq!((stat.u64("errors"), stat.str("state")), (0, "running"), "{stat:?}");
         stat.u64("checks")
     }
@@ -120,7 +120,7 @@ impl Guest {
     }
 
     fn stop_verify(&self) -> u64 {
-        let stat = self.vm.tool().stop("v").map_err(|e| self.vm.explain(e)).unwrap();
+        let stat = self.vm.ask(|tool| tool.stop("v")).unwrap();
         assert_eq!(stat.u64("errors"), 0, "{stat:?}");
         stat.u64("checks")
     }

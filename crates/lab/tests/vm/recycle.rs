@@ -85,7 +85,7 @@ impl Guest {
     }
 
     fn sh(&self, command: &str) -> String {
-        self.vm.tool().sh(command, 5 * MINUTE).map_err(|e| self.vm.explain(e)).unwrap()
+        self.vm.ask(|tool| tool.sh(command, 5 * MINUTE)).unwrap()
     }
 
     fn insmod(&mut self) {

@@ -68,7 +68,7 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
             drop(spinning);
         }
     }
-    let stat = co.tool().stop("c").map_err(|e| co.explain(e))?;
+    let stat = co.ask(|tool| tool.stop("c"))?;
     anyhow::ensure!(stat.u64("cycles") > 0, "{}: it did not run: {:?}", co.name(), stat.0);
     note(outcome, &turns);
     Ok(())
@@ -90,8 +90,7 @@ fn boot(trial: &Trial) -> Result<Vec<Vm>> {
             0 => ("c", "chase", CHASE.to_string()),
             _ => ("h", "hold", format!("size={} seed={n} pattern=template share=0.5", size.0)),
         };
-        let started = vm.tool().start_ready(job, kind, &arguments, 5 * MINUTE);
-        started.map_err(|e| vm.explain(e))?;
+        vm.ask(|tool| tool.start_ready(job, kind, &arguments, 5 * MINUTE))?;
         if n > 0 {
             vm.pause()?;
         }

@@ -120,7 +120,7 @@ impl Fleet {
                 start(vm, "a", "hold", &format!("size={half} pattern=template common=5"))?;
                 start(vm, "b", "hold", &format!("size={half} pattern=random seed={n}"))?;
                 for job in ["a", "b"] {
-                    vm.tool().stop(job).map_err(|e| vm.explain(e))?;
+                    vm.ask(|tool| tool.stop(job))?;
                 }
             }
         }
@@ -155,7 +155,7 @@ impl Fleet {
     pub fn read_file(&self) -> Result<()> {
         self.resume()?;
         for vm in &self.vms {
-            vm.tool().stop("old").map_err(|e| vm.explain(e))?;
+            vm.ask(|tool| tool.stop("old"))?;
             self.read(vm, "file")?;
         }
         self.pause()
@@ -163,8 +163,8 @@ impl Fleet {
 
     fn read(&self, vm: &Vm, job: &str) -> Result<()> {
         let read = format!("dev=/dev/vda size={}", late(self.hold).0);
-        let said = vm.tool().start_ready(job, "read", &read, 2 * MINUTE);
-        let sum = said.map_err(|e| vm.explain(e))?.u64("sum");
+        let said = vm.ask(|tool| tool.start_ready(job, "read", &read, 2 * MINUTE))?;
+        let sum = said.u64("sum");
         match sum == self.sum {
             true => Ok(()),
             false => bail!("{}: the file reads as another one: {sum} for {}", vm.name(), self.sum),
@@ -177,7 +177,7 @@ impl Fleet {
         for vm in &self.vms {
             self.read(vm, "again")?;
             for job in ["again", "file"] {
-                vm.tool().stop(job).map_err(|e| vm.explain(e))?;
+                vm.ask(|tool| tool.stop(job))?;
             }
         }
         self.pause()
@@ -191,14 +191,14 @@ impl Fleet {
                  cluster=262144 common=7 seed={n}",
                 self.hold.0 / 8
             );
-            vm.tool().start("c", "cycle", &cycle).map_err(|e| vm.explain(e))?;
+            vm.ask(|tool| tool.start("c", "cycle", &cycle))?;
         }
         Ok(())
     }
 
     pub fn calm(&self) -> Result<()> {
         for vm in &self.vms {
-            vm.tool().stop("c").map_err(|e| vm.explain(e))?;
+            vm.ask(|tool| tool.stop("c"))?;
         }
         Ok(())
     }
@@ -206,7 +206,7 @@ impl Fleet {
     /// Every guest looks whether its memory is what it wrote.
     pub fn check(&self) -> Result<()> {
         for vm in &self.vms {
-            let v = vm.tool().stop("v").map_err(|e| vm.explain(e))?;
+            let v = vm.ask(|tool| tool.stop("v"))?;
             if v.u64("errors") > 0 || v.u64("checks") == 0 {
                 bail!("{}: memory changed: {:?}", vm.name(), v.0);
             }
@@ -227,9 +227,7 @@ fn late(hold: Bytes) -> Bytes {
 }
 
 fn start(vm: &Vm, job: &str, kind: &str, arguments: &str) -> Result<()> {
-    let started = vm.tool().start_ready(job, kind, arguments, 5 * MINUTE);
-    started.map_err(|e| vm.explain(e))?;
-    Ok(())
+    Ok(vm.ask(|tool| tool.start_ready(job, kind, arguments, 5 * MINUTE)).map(drop)?)
 }
 
 /// A file of noise; returns the sum of its words.

@@ -89,14 +89,14 @@ impl Jobs {
         let n = self.jobs.len();
         let read = format!("size={}", COMMON.0);
         let minute = Duration::from_secs(60);
-        vm.tool().start_ready("common", "read", &read, minute).map_err(|e| vm.explain(e))?;
+        vm.ask(|tool| tool.start_ready("common", "read", &read, minute))?;
         let kind = match self.plan.job {
             Kind::Mixed => [Kind::Cycle, Kind::Pieces, Kind::Cache][n % 3],
             kind => kind,
         };
         if n % CHECKED == 1 {
             let kept = format!("size={} pattern=random seed={n}", KEPT.0);
-            vm.tool().start_ready("kept", "hold", &kept, minute).map_err(|e| vm.explain(e))?;
+            vm.ask(|tool| tool.start_ready("kept", "hold", &kept, minute))?;
         }
         let verify = (n % CHECKED == 1).then_some(start + self.plan.period / 3);
         let (next, awaited) = (start, start);

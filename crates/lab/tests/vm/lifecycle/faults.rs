@@ -124,7 +124,7 @@ fn vm_without_the_tripwire_a_loaded_snapshot_is_taken_apart() {
 
 /// Whether so many pages more are as they should be.
 pub fn checked(guest: &Guest, more: u64) -> Result<(), String> {
-    let look = || guest.vm.tool().stat("v").map_err(|e| guest.vm.explain(e).to_string());
+    let look = || guest.vm.ask(|tool| tool.stat("v")).map_err(|e| e.to_string());
     let begun = look()?.u64("checks");
     let enough = |_: &Vm| match look() {
         Ok(stat) if stat.u64("errors") > 0 => Some(Err(format!("{stat:?}"))),

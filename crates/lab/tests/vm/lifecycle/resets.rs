@@ -120,7 +120,7 @@ pub fn verify_boot(guest: &Guest, seconds: u64) -> Result<u64, String> {
 fn verify(guest: &Guest, size: u64, seconds: u64) -> Result<u64, String> {
     let arguments = format!("size={size} seconds={seconds}");
     guest.vm.tool().start("w", "verify", &arguments).map_err(|e| e.to_string())?;
-    let end = guest.vm.tool().wait_end("w", MINUTE).map_err(|e| guest.vm.explain(e).to_string())?;
+    let end = guest.vm.ask(|tool| tool.wait_end("w", MINUTE)).map_err(|e| e.to_string())?;
     match end.u64("errors") {
         0 => Ok(end.u64("checks")),
         _ => Err(format!("{end:?}")),
