@@ -104,6 +104,13 @@ impl ExperimentResult {
         self.results.iter().find(|r| r.arm == arm && r.metric == metric).map(|r| r.value)
     }
 
+    /// Says whether an arm's metric met its target, where it was measured.
+    pub fn target(&self, arm: &str, metric: &str, relation: &str, mark: f64) {
+        if let Some(value) = self.value(arm, metric) {
+            target(metric, value, relation, mark);
+        }
+    }
+
     /// A line for each number, for people.
     pub fn table(&self) -> String {
         let mut text = format!(
@@ -141,6 +148,13 @@ impl ExperimentResult {
             serde_json::to_string_pretty(self).map_err(|e| LabError::file(path)(e.into()))?;
         write_atomically(path, (text + "\n").as_bytes(), 0o644)
     }
+}
+
+/// Says whether a target was met.
+pub fn target(what: &str, value: f64, relation: &str, mark: f64) {
+    let met = if relation == "<=" { value <= mark } else { value >= mark };
+    let word = if met { "met" } else { "MISSED" };
+    println!("  target {what}: {value:.3} ({relation} {mark}): {word}");
 }
 
 /// The middle one; of an even number the mean of the two.

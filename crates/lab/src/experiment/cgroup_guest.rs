@@ -13,11 +13,13 @@ use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Recycled};
 use ebb_host::agent::Agent;
 use ebb_host::qmp;
 
+use super::trial::Trial;
 use crate::agent_requests::{self, Requests as _};
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
 use crate::guest_stack;
-use crate::image::{Cache, Image, Kernel};
+use crate::image::{Cache, Image};
+use crate::result::ExperimentResult;
 use crate::vm::{Backing, Vm, VmConfig};
 
 /// For what a guest does.
@@ -62,33 +64,31 @@ impl RamKind {
     }
 }
 
-/// The machine, with a cgroup that limits nothing but counts.
-pub fn arena() -> Result<Arena> {
-    let budget = Some(Bytes::gib(8));
-    Ok(Arena::enter(&ArenaConfig { budget, ..ArenaConfig::default() })?)
+/// A trial, and a cgroup for its guests that limits nothing but counts.
+pub struct Bench<'a> {
+    pub trial: &'a Trial,
+    pub outcome: &'a mut ExperimentResult,
+    arena: Arena,
 }
 
-/// A guest, and what the host holds of it.
-pub struct Place {
-    pub vm: Vm,
-    cgroup: MemoryCgroup,
-    agent: Option<Agent>,
-    socket: Option<std::path::PathBuf>,
-    dir: tempfile::TempDir,
-}
+impl<'a> Bench<'a> {
+    pub fn new(trial: &'a Trial, outcome: &'a mut ExperimentResult) -> Result<Bench<'a>> {
+        let budget = Some(Bytes::gib(8));
+        let arena = Arena::enter(&ArenaConfig { budget, ..ArenaConfig::default() })?;
+        Ok(Bench { trial, outcome, arena })
+    }
 
-impl Place {
-    /// Boots it; `tier` puts agent and module there, the module not yet loaded.
+    /// Boots a guest; `tier` puts agent and module there, the module not yet loaded.
     pub fn boot(
-        arena: &Arena,
-        kernel: Kernel,
+        &self,
         memory: RamKind,
         tier: bool,
         change: impl FnOnce(&mut VmConfig),
     ) -> Result<Place> {
+        let kernel = self.trial.kernel;
         let image = Image::get(&Cache::from_env(), kernel)?;
         let dir = tempfile::tempdir()?;
-        let cgroup = arena.cgroup().context("the arena has no cgroup")?.clone();
+        let cgroup = self.arena.cgroup().context("the arena has no cgroup")?.clone();
         // Daemons find VMs by name, and another run may go on beside this one.
         let name = format!("trial-{}", std::process::id());
         let mut config = VmConfig::new(name, Bytes::gib(1));
@@ -104,7 +104,18 @@ impl Place {
         let vm = Vm::start(&config)?;
         Ok(Place { vm, cgroup, agent: None, socket, dir })
     }
+}
 
+/// A guest, and what the host holds of it.
+pub struct Place {
+    pub vm: Vm,
+    cgroup: MemoryCgroup,
+    agent: Option<Agent>,
+    socket: Option<std::path::PathBuf>,
+    dir: tempfile::TempDir,
+}
+
+impl Place {
     /// What the host holds of it: guest RAM, page tables, QEMU itself.
     pub fn usage(&self) -> Bytes {
         self.cgroup.usage()
@@ -317,9 +328,10 @@ pub struct Fall {
 }
 
 impl Fall {
-    /// When so large a share had come back.
-    pub fn time_to(&self, share: f64) -> Option<Duration> {
-        self.points.iter().find(|p| p.1 >= self.freed.share(share)).map(|p| p.0)
+    /// When so large a share had come back, seconds.
+    pub fn time_to(&self, share: f64) -> Option<f64> {
+        let point = self.points.iter().find(|p| p.1 >= self.freed.share(share));
+        point.map(|p| p.0.as_secs_f64())
     }
 
     /// What came back in all.
@@ -350,7 +362,7 @@ mod tests {
         let at = |ms, mib| (Duration::from_millis(ms), Bytes::mib(mib));
         let points = vec![at(0, 0), at(2000, 2), at(3000, 60), at(4000, 96)];
         let fall = Fall { freed: Bytes::mib(100), points };
-        assert_eq!(fall.time_to(0.95), Some(Duration::from_secs(4)));
+        assert_eq!(fall.time_to(0.95), Some(4.0));
         assert_eq!(fall.time_to(0.99), None);
         assert_eq!(fall.share(), 0.96);
         assert_eq!(fall.rate(), Some(96.0 * 1048576.0 / 4.0));

@@ -14,10 +14,8 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use ebb_core::units::Bytes;
 
-use super::cgroup_guest::{self, MINUTE, Place, RamKind};
-use super::recycle::target;
+use super::cgroup_guest::{self, Bench, MINUTE, RamKind};
 use super::trial::Trial;
-use crate::arena::Arena;
 use crate::ebb::Daemon;
 use crate::result::ExperimentResult;
 use crate::vm::Balloon;
@@ -27,29 +25,21 @@ pub const ARMS: [&str; 3] = ["ebb-guest", "reporting", "ebb-stock"];
 const ASKED: u32 = 10;
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
-    let arena = cgroup_guest::arena()?;
+    let mut bench = Bench::new(trial, outcome)?;
     for memory in [RamKind::Small, RamKind::Huge] {
         for arm in ARMS.iter().filter(|a| trial.wants(a)) {
-            one(trial, &arena, memory, arm, outcome)?;
+            one(&mut bench, memory, arm)?;
         }
     }
     for metric in ["residual", "residual_4k", "residual_thp", "residual_4k_thp"] {
-        if let Some(v) = outcome.value("ebb-guest", metric) {
-            target(metric, v, "<=", 0.02);
-        }
+        outcome.target("ebb-guest", metric, "<=", 0.02);
     }
     Ok(())
 }
 
-fn one(
-    trial: &Trial,
-    arena: &Arena,
-    memory: RamKind,
-    arm: &str,
-    outcome: &mut ExperimentResult,
-) -> Result<()> {
-    let freed = trial.size(600);
-    let place = Place::boot(arena, trial.kernel, memory, arm == "ebb-guest", |c| {
+fn one(bench: &mut Bench<'_>, memory: RamKind, arm: &str) -> Result<()> {
+    let freed = bench.trial.size(600);
+    let place = bench.boot(memory, arm == "ebb-guest", |c| {
         c.memory = (freed + freed + Bytes::mib(400)).floor_mib();
         let stock = arm == "ebb-stock";
         c.balloon = Some(Balloon { reporting: arm == "reporting" || stock, deflate_on_oom: stock });
@@ -63,7 +53,7 @@ fn one(
     };
     for (piece, name) in [(1u64 << 20, "residual"), (4096, "residual_4k")] {
         let mut left = Vec::new();
-        for _ in 0..trial.rounds(3) {
+        for _ in 0..bench.trial.rounds(3) {
             place.start("p", "pieces", &format!("size={} piece={piece}", 2 * freed.0))?;
             // Whatever else is free is the host's before this begins.
             match &daemon {
@@ -98,7 +88,7 @@ fn one(
             place.stop("p")?;
         }
         let metric = format!("{name}{}", memory.suffix());
-        outcome.add_median(arm, &metric, "fraction", &left);
+        bench.outcome.add_median(arm, &metric, "fraction", &left);
     }
     if let Some(daemon) = daemon {
         daemon.stop();

@@ -15,21 +15,20 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::cgroup_guest;
-use super::recycle::target;
+use super::cgroup_guest::Bench;
 use super::refault::{Pages, counted};
 use super::trial::Trial;
-use crate::result::ExperimentResult;
+use crate::result::{ExperimentResult, target};
 use crate::{LabError, run as command};
 
 pub const ARMS: [&str; 2] = ["plain", "ebb-guest"];
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
-    let arena = cgroup_guest::arena()?;
+    let mut bench = Bench::new(trial, outcome)?;
     if trial.wants("ebb-guest") {
-        native(outcome)?;
+        native(bench.outcome)?;
     }
-    for (pages, counts) in counted(trial, &arena)? {
+    for (pages, counts) in counted(&bench)? {
         let (each, suffix) = if pages == Pages::Huge { (512.0, "_thp") } else { (1.0, "") };
         let metric = format!("pair_instructions{suffix}");
         let plain: Vec<f64> = counts.plain.iter().map(|c| c * each).collect();

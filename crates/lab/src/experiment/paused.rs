@@ -11,10 +11,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
 
-use super::cgroup_guest::{self, MINUTE, Place, RamKind};
-use super::recycle::target;
+use super::cgroup_guest::{self, Bench, MINUTE, RamKind};
 use super::trial::Trial;
-use crate::arena::Arena;
 use crate::result::ExperimentResult;
 use crate::vm::{Balloon, Vm};
 
@@ -25,39 +23,31 @@ const LOOKED: Duration = Duration::from_millis(600);
 const TIME: Duration = Duration::from_secs(10);
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
-    let arena = cgroup_guest::arena()?;
+    let mut bench = Bench::new(trial, outcome)?;
     for memory in RamKind::ALL {
         for arm in ARMS.iter().filter(|a| trial.wants(a)) {
             // The others do nothing either way: once is enough.
             if *arm == "ebb-guest" || memory == RamKind::Small {
-                one(trial, &arena, memory, arm, outcome)?;
+                one(&mut bench, memory, arm)?;
             }
         }
         let metric = format!("returned{}", memory.suffix());
-        if let Some(v) = outcome.value("ebb-guest", &metric) {
-            target(&metric, v, ">=", 0.95);
-        }
+        bench.outcome.target("ebb-guest", &metric, ">=", 0.95);
     }
     Ok(())
 }
 
-fn one(
-    trial: &Trial,
-    arena: &Arena,
-    memory: RamKind,
-    arm: &str,
-    outcome: &mut ExperimentResult,
-) -> Result<()> {
-    let size = trial.size(256);
+fn one(bench: &mut Bench<'_>, memory: RamKind, arm: &str) -> Result<()> {
+    let size = bench.trial.size(256);
     let ours = arm == "ebb-guest";
-    let mut place = Place::boot(arena, trial.kernel, memory, ours, |c| {
+    let mut place = bench.boot(memory, ours, |c| {
         c.balloon = Some(Balloon { reporting: arm == "reporting", deflate_on_oom: false });
     })?;
     if ours {
         place.attach()?;
     }
     let (mut shares, mut times) = (Vec::new(), Vec::new());
-    for _ in 0..trial.rounds(3) {
+    for _ in 0..bench.trial.rounds(3) {
         if ours {
             place.settle()?
         } else {
@@ -80,7 +70,7 @@ fn one(
         let back = full - place.usage();
         println!("  {arm}, {}: {back} of {size} came back", memory.name());
         shares.push(back.fraction_of(size));
-        times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
+        times.extend(fall.time_to(0.95));
         place.pause(false)?;
         place.vm.request("ping", MINUTE).context("the guest does not go on")?;
         if arm == "balloon" {
@@ -93,7 +83,7 @@ fn one(
         }
     }
     let suffix = memory.suffix();
-    outcome.add_median(arm, &format!("returned{suffix}"), "fraction", &shares);
-    outcome.add_median(arm, &format!("free_to_host_95{suffix}"), "seconds", &times);
+    bench.outcome.add_median(arm, &format!("returned{suffix}"), "fraction", &shares);
+    bench.outcome.add_median(arm, &format!("free_to_host_95{suffix}"), "seconds", &times);
     Ok(())
 }

@@ -26,12 +26,11 @@ use ebb_vmm::recycle::cpu_ns;
 use ebb_vmm::sys::{self, Mapping, Range, cycles};
 use serde_json::json;
 
-use super::cgroup_guest::{self, MINUTE, Place, RamKind};
+use super::cgroup_guest::{self, Bench, MINUTE, Place, RamKind};
 use super::trial::Trial;
-use crate::arena::Arena;
 use crate::guest_stack;
-use crate::result::ExperimentResult;
-use crate::vm::Balloon;
+use crate::result::{ExperimentResult, target};
+use crate::vm::{Balloon, Vm};
 
 pub const ARMS: [&str; 6] = ["raw", "raw-vm", "ebb-guest", "reporting", "balloon", "virtio-mem"];
 /// What makes an agent discard and nothing else.
@@ -80,26 +79,26 @@ impl Clock {
 }
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
-    let arena = cgroup_guest::arena()?;
+    let mut bench = Bench::new(trial, outcome)?;
     if ["raw", "raw-vm", "ebb-guest"].iter().any(|arm| trial.wants(arm)) {
         for memory in RamKind::ALL {
-            throughput(trial, &arena, memory, outcome)?;
+            throughput(&mut bench, memory)?;
         }
     }
     if trial.wants("ebb-guest") {
-        latency(trial, &arena, outcome)?;
+        latency(&mut bench)?;
     }
     for memory in [RamKind::Small, RamKind::Huge] {
         if trial.wants("reporting") {
-            reporting(trial, &arena, memory, outcome)?;
+            reporting(&mut bench, memory)?;
         }
         if trial.wants("balloon") {
-            balloon(trial, &arena, memory, outcome)?;
+            balloon(&mut bench, memory)?;
         }
         if trial.wants("virtio-mem") {
-            let tried = virtio_mem(trial, &arena, memory, outcome);
             // Not every guest kernel has the driver.
-            tried.unwrap_or_else(|e| println!("  virtio-mem: skipped: {e:#}"));
+            virtio_mem(&mut bench, memory)
+                .unwrap_or_else(|e| println!("  virtio-mem: skipped: {e:#}"));
         }
     }
     verdict(outcome);
@@ -107,15 +106,11 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
 }
 
 /// Raw and recycler in turns, in both shapes.
-fn throughput(
-    trial: &Trial,
-    arena: &Arena,
-    memory: RamKind,
-    outcome: &mut ExperimentResult,
-) -> Result<()> {
+fn throughput(bench: &mut Bench<'_>, memory: RamKind) -> Result<()> {
+    let trial = bench.trial;
     let boot = |faults: Option<&str>| -> Result<Place> {
         let mut found = Ok(());
-        let mut place = Place::boot(arena, trial.kernel, memory, true, |c| {
+        let mut place = bench.boot(memory, true, |c| {
             found = faults.map_or(Ok(()), |f| guest_stack::leave_out(c, f));
         })?;
         found?;
@@ -145,8 +140,9 @@ fn throughput(
             let rate: Vec<f64> = times.iter().map(|t| t.bytes as f64 / t.ns * 1e9).collect();
             let page = |t: &Timed| t.cpu_ns * ghz / (t.bytes / 4096).max(1) as f64;
             let page: Vec<f64> = times.iter().map(page).collect();
-            outcome.add_median(arm, &format!("throughput{suffix}"), "bytes_per_second", &rate);
-            outcome.add_median(arm, &format!("page_cycles{suffix}"), "cycles", &page);
+            let metric = |name: &str| format!("{name}{suffix}");
+            bench.outcome.add_median(arm, &metric("throughput"), "bytes_per_second", &rate);
+            bench.outcome.add_median(arm, &metric("page_cycles"), "cycles", &page);
         }
     }
     drop(bare);
@@ -156,7 +152,7 @@ fn throughput(
             rates.extend(host_rate(place, trial.size(256))?);
         }
         let metric = format!("host_rate{}", memory.suffix());
-        outcome.add_median("ebb-guest", &metric, "bytes_per_second", &rates);
+        bench.outcome.add_median("ebb-guest", &metric, "bytes_per_second", &rates);
     }
     Ok(())
 }
@@ -250,8 +246,8 @@ fn host_rate(place: &mut Place, size: Bytes) -> Result<Option<f64>> {
 }
 
 /// From the free to 95 % at the host, by the daemon: asked for, and of itself.
-fn latency(trial: &Trial, arena: &Arena, outcome: &mut ExperimentResult) -> Result<()> {
-    let place = Place::boot(arena, trial.kernel, RamKind::Small, true, |_| ())?;
+fn latency(bench: &mut Bench<'_>) -> Result<()> {
+    let (trial, place) = (bench.trial, bench.boot(RamKind::Small, true, |_| ())?);
     place.insmod()?;
     let daemon = place.daemon("guest")?;
     let size = trial.size(256);
@@ -275,82 +271,79 @@ fn latency(trial: &Trial, arena: &Arena, outcome: &mut ExperimentResult) -> Resu
                 }
                 watching.join().map_err(|_| anyhow::anyhow!("the watch ended early"))
             })?;
-            let time = fall.time_to(0.95).context("less than 95 % came back in a minute")?;
-            times.push(time.as_secs_f64());
+            times.push(fall.time_to(0.95).context("less than 95 % came back in a minute")?);
         }
-        outcome.add_median("ebb-guest", metric, "seconds", &times);
+        bench.outcome.add_median("ebb-guest", metric, "seconds", &times);
     }
     daemon.stop();
     Ok(())
 }
 
-/// Free page reporting: from the free on, by itself.
-fn reporting(
-    trial: &Trial,
-    arena: &Arena,
-    memory: RamKind,
-    outcome: &mut ExperimentResult,
+/// What comes back each time after `free`, which tells what the host held and when it began;
+/// `after` makes ready for the next time.
+fn falls(
+    bench: &mut Bench<'_>,
+    (arm, memory): (&str, RamKind),
+    (place, size): (&Place, Bytes),
+    free: impl Fn() -> Result<(Bytes, Instant)>,
+    after: impl Fn() -> Result<()>,
 ) -> Result<()> {
-    let with = |c: &mut crate::vm::VmConfig| {
-        c.balloon = Some(Balloon { reporting: true, deflate_on_oom: false });
-    };
-    let place = Place::boot(arena, trial.kernel, memory, false, with)?;
     let (mut rates, mut times) = (Vec::new(), Vec::new());
-    let size = trial.size(256);
-    for _ in 0..trial.rounds(3) {
+    for _ in 0..bench.trial.rounds(3) {
+        let (full, begun) = free()?;
+        let fall = cgroup_guest::watch(place.cgroup(), begun, full, size, PATIENT);
+        println!("  {arm}, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
+        rates.extend(fall.rate());
+        times.extend(fall.time_to(0.95));
+        after()?;
+    }
+    let metric = |name: &str| format!("{name}{}", memory.suffix());
+    bench.outcome.add_median(arm, &metric("throughput"), "bytes_per_second", &rates);
+    bench.outcome.add_median(arm, &metric("free_to_host_95"), "seconds", &times);
+    Ok(())
+}
+
+/// Free page reporting: from the free on, by itself.
+fn reporting(bench: &mut Bench<'_>, memory: RamKind) -> Result<()> {
+    let place = bench.boot(memory, false, |c| {
+        c.balloon = Some(Balloon { reporting: true, deflate_on_oom: false });
+    })?;
+    let size = bench.trial.size(256);
+    let free = || -> Result<_> {
         place.calm()?;
         place.start("h", "hold", &format!("size={} huge=1", size.0))?;
         let full = place.usage();
         place.stop("h")?;
-        let fall = cgroup_guest::watch(place.cgroup(), Instant::now(), full, size, PATIENT);
-        println!("  reporting, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
-        rates.extend(fall.rate());
-        times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
-    }
-    note("reporting", memory, &rates, &times, outcome);
-    Ok(())
+        Ok((full, Instant::now()))
+    };
+    falls(bench, ("reporting", memory), (&place, size), free, || Ok(()))
 }
 
 /// The balloon: asked for just what was freed.
-fn balloon(
-    trial: &Trial,
-    arena: &Arena,
-    memory: RamKind,
-    outcome: &mut ExperimentResult,
-) -> Result<()> {
-    let place = Place::boot(arena, trial.kernel, memory, false, |_| ())?;
-    let (mut rates, mut times) = (Vec::new(), Vec::new());
-    let size = trial.size(256);
-    let whole = place.vm.memory();
-    for _ in 0..trial.rounds(3) {
+fn balloon(bench: &mut Bench<'_>, memory: RamKind) -> Result<()> {
+    let place = bench.boot(memory, false, |_| ())?;
+    let (size, whole) = (bench.trial.size(256), place.vm.memory());
+    let free = || -> Result<_> {
         // Whatever page the balloon takes, the host has it to lose.
         place.touch_all()?;
-        let full = place.usage();
-        let begun = Instant::now();
+        let (full, begun) = (place.usage(), Instant::now());
         place.vm.set_balloon(whole - size)?;
-        let fall = cgroup_guest::watch(place.cgroup(), begun, full, size, PATIENT);
-        println!("  balloon, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
-        rates.extend(fall.rate());
-        times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
+        Ok((full, begun))
+    };
+    let after = || -> Result<()> {
         place.vm.set_balloon(whole)?;
-        let up = |vm: &crate::vm::Vm| vm.balloon().is_ok_and(|b| b == whole).then_some(());
-        place.vm.wait_for("the balloon to empty", MINUTE, up)?;
-    }
-    note("balloon", memory, &rates, &times, outcome);
-    Ok(())
+        let up = |vm: &Vm| vm.balloon().is_ok_and(|b| b == whole).then_some(());
+        Ok(place.vm.wait_for("the balloon to empty", MINUTE, up)?)
+    };
+    falls(bench, ("balloon", memory), (&place, size), free, after)
 }
 
 /// virtio-mem: a device of just what is asked back, all of it touched.
-fn virtio_mem(
-    trial: &Trial,
-    arena: &Arena,
-    memory: RamKind,
-    outcome: &mut ExperimentResult,
-) -> Result<()> {
+fn virtio_mem(bench: &mut Bench<'_>, memory: RamKind) -> Result<()> {
     // Linux takes it by memory blocks of 128 MiB.
-    let size = Bytes::mib((trial.size(256).0 >> 27).max(1) * 128);
+    let size = Bytes::mib((bench.trial.size(256).0 >> 27).max(1) * 128);
     let base = Bytes::gib(1) - size;
-    let place = Place::boot(arena, trial.kernel, memory, false, |c| {
+    let place = bench.boot(memory, false, |c| {
         c.memory = base;
         c.append = "memhp_default_state=online_movable".into();
         let device = format!("virtio-mem-pci,id=vm0,memdev=vm0ram,requested-size={}", size.0);
@@ -361,7 +354,7 @@ fn virtio_mem(
     })?;
     let loaded = place.vm.request("modprobe name=virtio_mem", MINUTE);
     loaded.context("the guest kernel has no virtio_mem")?;
-    let get = |vm: &crate::vm::Vm| {
+    let get = |vm: &Vm| {
         let path = json!({"path": "/machine/peripheral/vm0", "property": "size"});
         vm.qmp("qom-get", Some(path)).ok().and_then(|v| v.as_u64())
     };
@@ -370,28 +363,17 @@ fn virtio_mem(
         let what = json!({"path": path, "property": "requested-size", "value": size});
         place.vm.qmp("qom-set", Some(what))
     };
-    let (mut rates, mut times) = (Vec::new(), Vec::new());
-    for _ in 0..trial.rounds(3) {
+    let free = || -> Result<_> {
         set(size.0)?;
         place.vm.wait_for("its memory", MINUTE, |vm| (get(vm)? == size.0).then_some(()))?;
         place.touch_all()?;
-        let full = place.usage();
-        let begun = Instant::now();
+        let (full, begun) = (place.usage(), Instant::now());
         set(0)?;
-        let fall = cgroup_guest::watch(place.cgroup(), begun, full, size, PATIENT);
-        println!("  virtio-mem, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
-        rates.extend(fall.rate());
-        times.extend(fall.time_to(0.95).map(|t| t.as_secs_f64()));
-        place.vm.wait_for("the device empty", MINUTE, |vm| (get(vm)? == 0).then_some(()))?;
-    }
-    note("virtio-mem", memory, &rates, &times, outcome);
-    Ok(())
-}
-
-fn note(arm: &str, memory: RamKind, rates: &[f64], times: &[f64], outcome: &mut ExperimentResult) {
-    let suffix = memory.suffix();
-    outcome.add_median(arm, &format!("throughput{suffix}"), "bytes_per_second", rates);
-    outcome.add_median(arm, &format!("free_to_host_95{suffix}"), "seconds", times);
+        Ok((full, begun))
+    };
+    let empty = |vm: &Vm| (get(vm)? == 0).then_some(());
+    let after = || Ok(place.vm.wait_for("the device empty", MINUTE, empty)?);
+    falls(bench, ("virtio-mem", memory), (&place, size), free, after)
 }
 
 /// The targets, and whether they were met.
@@ -410,10 +392,7 @@ fn verdict(outcome: &ExperimentResult) {
             }
         }
         for (shape, most) in [("", 1000.0), ("_isolated", 6500.0)] {
-            let metric = format!("page_cycles{suffix}{shape}");
-            if let Some(v) = value("ebb-guest", &metric) {
-                target(&metric, v, "<=", most);
-            }
+            outcome.target("ebb-guest", &format!("page_cycles{suffix}{shape}"), "<=", most);
         }
     }
     for suffix in ["", "_thp"] {
@@ -426,15 +405,6 @@ fn verdict(outcome: &ExperimentResult) {
         }
     }
     for (metric, most) in [("free_to_host_95", 1.0), ("free_to_host_95_unasked", 11.0)] {
-        if let Some(v) = value("ebb-guest", metric) {
-            target(metric, v, "<=", most);
-        }
+        outcome.target("ebb-guest", metric, "<=", most);
     }
-}
-
-/// Says whether a target was met.
-pub fn target(what: &str, value: f64, relation: &str, mark: f64) {
-    let met = if relation == "<=" { value <= mark } else { value >= mark };
-    let word = if met { "met" } else { "MISSED" };
-    println!("  target {what}: {value:.3} ({relation} {mark}): {word}");
 }

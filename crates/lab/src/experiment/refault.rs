@@ -16,12 +16,10 @@
 use anyhow::Result;
 use ebb_core::units::Bytes;
 
-use super::cgroup_guest::{self, MINUTE, Place, RamKind};
-use super::recycle::target;
+use super::cgroup_guest::{Bench, MINUTE, Place, RamKind};
 use super::trial::Trial;
-use crate::arena::Arena;
-use crate::result::ExperimentResult;
-use crate::vm::{VmConfig, cpu_s};
+use crate::result::{ExperimentResult, target};
+use crate::vm::cpu_s;
 
 /// All arms; ratios need the first.
 pub const ARMS: [&str; 3] = ["plain", "module", "ebb-guest"];
@@ -51,9 +49,9 @@ impl Pages {
 }
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
-    let arena = cgroup_guest::arena()?;
-    timed(trial, &arena, outcome)?;
-    for (pages, counts) in counted(trial, &arena)? {
+    let mut bench = Bench::new(trial, outcome)?;
+    timed(&mut bench)?;
+    for (pages, counts) in counted(&bench)? {
         let suffix = pages.suffix();
         let metric = format!("instructions{suffix}");
         outcome.add_median("plain", &metric, "count", &counts.plain);
@@ -82,8 +80,8 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
 }
 
 /// In real time, in turns.
-fn timed(trial: &Trial, arena: &Arena, outcome: &mut ExperimentResult) -> Result<()> {
-    let place = Place::boot(arena, trial.kernel, RamKind::Huge, true, |c| c.cpus = 1)?;
+fn timed(bench: &mut Bench<'_>) -> Result<()> {
+    let (trial, place) = (bench.trial, bench.boot(RamKind::Huge, true, |c| c.cpus = 1)?);
     let arms: Vec<&str> =
         ARMS.iter().copied().filter(|a| trial.wants(a) || *a == "plain").collect();
     for pages in Pages::ALL {
@@ -111,11 +109,12 @@ fn timed(trial: &Trial, arena: &Arena, outcome: &mut ExperimentResult) -> Result
         let suffix = pages.suffix();
         for (name, all) in [("ops", &rates), ("cpu_ops", &cpus)] {
             for (i, arm) in arms.iter().enumerate() {
-                outcome.add_median(arm, &format!("{name}{suffix}"), "per_second", &all[i]);
+                let metric = format!("{name}{suffix}");
+                bench.outcome.add_median(arm, &metric, "per_second", &all[i]);
                 if i > 0 {
                     let ratio: Vec<f64> = all[i].iter().zip(&all[0]).map(|(a, p)| a / p).collect();
                     let metric = format!("{name}_ratio{suffix}");
-                    outcome.add_median(arm, &metric, "fraction", &ratio);
+                    bench.outcome.add_median(arm, &metric, "fraction", &ratio);
                 }
             }
         }
@@ -170,8 +169,8 @@ pub struct Counts {
 }
 
 /// The same loop where a nanosecond is an instruction.
-pub fn counted(trial: &Trial, arena: &Arena) -> Result<Vec<(Pages, Counts)>> {
-    let place = Place::boot(arena, trial.kernel, RamKind::Huge, true, |c: &mut VmConfig| {
+pub fn counted(bench: &Bench<'_>) -> Result<Vec<(Pages, Counts)>> {
+    let place = bench.boot(RamKind::Huge, true, |c| {
         c.cpus = 1;
         c.counted = true;
         // Kernels use no huge pages of themselves where there is less.
@@ -182,7 +181,7 @@ pub fn counted(trial: &Trial, arena: &Arena) -> Result<Vec<(Pages, Counts)>> {
         let mut counts = Counts::default();
         // What runs for a while after boot is not counted.
         faultloop(&place, pages, "iterations=6")?;
-        for _ in 0..trial.rounds(3).max(3) {
+        for _ in 0..bench.trial.rounds(3).max(3) {
             faultloop(&place, pages, "iterations=1")?;
             counts.plain.push(faultloop(&place, pages, "iterations=4")?.each);
             place.insmod()?;
