@@ -5,13 +5,18 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use ebb_core::wire::Attach;
+use ebb_core::wire::firmware::Firmware;
+use ebb_host::qmp::{self, QmpError};
 use rustix::fs::{FlockOperation, flock};
 
 use crate::image::Image;
 use crate::vm::{Vm, VmConfig, VmError};
-use crate::{LabError, run};
+use crate::{LabError, agent_requests, run};
+
+const MINUTE: Duration = Duration::from_secs(60);
 
 /// Loads the module in a guest whose image has it.
 pub(crate) const LOAD: &str =
@@ -66,7 +71,21 @@ pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
 /// Loads the module in a guest whose image has it ([`prepare`]). The error has what the
 /// guest said.
 pub fn load(vm: &Vm) -> Result<(), VmError> {
-    vm.ask(|tool| tool.sh(LOAD, Duration::from_secs(60))).map(drop)
+    vm.ask(|tool| tool.sh(LOAD, MINUTE)).map(drop)
+}
+
+/// What a daemon tells the agent of a VM that runs.
+pub fn attachment(vm: &Vm) -> Result<Attach, QmpError> {
+    let until = Instant::now() + MINUTE;
+    // On a busy machine QEMU may greet late.
+    let mut qmp = loop {
+        match qmp::Client::connect(vm.qmp_path(), MINUTE) {
+            Err(QmpError::Taken(..)) if Instant::now() < until => {}
+            connected => break connected?,
+        }
+    };
+    let segments = agent_requests::segments(&mut qmp, MINUTE)?;
+    Ok(Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() })
 }
 
 /// `libebb_vmm.so`: `$EBB_AGENT`, else beside this program.

@@ -146,8 +146,8 @@ impl Autoballoon {
             self.cache,
             self.turns
         );
-        let (results, outcome) = in_turns(&self.arms, self.runs, |arm| self.one(arm), line)?;
-        let Some(mut outcome) = outcome else { return Ok(()) };
+        let mut outcome = ExperimentResult::of("autoballoon", self.kernel)?;
+        let results = in_turns(&self.arms, self.runs, |arm| self.one(arm), line)?;
         for (arm, results) in self.arms.iter().zip(&results) {
             for (metric, unit, value) in METRICS {
                 let values: Vec<f64> = results.iter().filter_map(value).collect();
@@ -167,7 +167,7 @@ impl Autoballoon {
         Ok(outcome.keep(self.json.as_deref())?)
     }
 
-    fn one(&self, arm: &str) -> Result<(RunResult, ExperimentResult)> {
+    fn one(&self, arm: &str) -> Result<RunResult> {
         let kind = if self.zram { SwapKind::Any } else { SwapKind::File };
         let config = ArenaConfig::limited(self.budget, Bytes::gib(1), kind);
         let stage = Stage::enter(&config, Some(self.cache))?;
@@ -196,8 +196,7 @@ impl Autoballoon {
             }
             self.reaction(&mut result, &series, began_ms, &stage.dir().join("record.jsonl"))?;
         }
-        let outcome = ExperimentResult::new("autoballoon", vms[0].release(), vms[0].accel());
-        Ok((result, outcome))
+        Ok(result)
     }
 
     /// How many integers of four bytes a sort of this turn (from 0) sorts.

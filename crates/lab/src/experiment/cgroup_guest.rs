@@ -8,13 +8,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
-use ebb_core::wire::firmware::Firmware;
-use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Recycled};
+use ebb_core::wire::{AgentState, HugePages, Recycle, Recycled};
 use ebb_host::agent::Agent;
-use ebb_host::qmp;
 
 use super::trial::Trial;
-use crate::agent_requests::{self, Requests as _};
+use crate::agent_requests::Requests as _;
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
 use crate::guest_stack;
@@ -139,13 +137,7 @@ impl Place {
         self.insmod()?;
         let socket = self.socket.as_ref().context("no agent in this VM")?;
         let mut agent = Agent::connect(socket)?;
-        let mut qmp = qmp::Client::connect(self.vm.qmp_path(), SOON)?;
-        let segments = agent_requests::segments(&mut qmp, SOON)?;
-        agent.attach(
-            Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() },
-            None,
-            SOON,
-        )?;
+        agent.attach(guest_stack::attachment(&self.vm)?, None, SOON)?;
         self.agent = Some(agent);
         let until = Instant::now() + MINUTE;
         while self.agent()?.status(false, SOON)?.state != AgentState::Ready {

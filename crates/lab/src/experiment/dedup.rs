@@ -38,6 +38,7 @@ use self::course::{Course, Meter};
 use self::workload::{Fleet, Workload};
 use crate::arena::{Arena, ArenaConfig};
 use crate::ground_truth::Truth;
+use crate::image::Kernel;
 use crate::result::ExperimentResult;
 use crate::vm::Vm;
 
@@ -91,7 +92,7 @@ impl Dedup {
     pub fn run(&self) -> Result<()> {
         let arena = Arena::enter(&ArenaConfig::default())?;
         hold_knobs(&arena)?;
-        let mut outcome: Option<ExperimentResult> = None;
+        let mut outcome = ExperimentResult::of("dedup", Kernel::V6_1)?;
         for &workload in &self.workloads {
             let possible = || self.arms.iter().copied().filter(|a| Runner::is_possible(*a));
             for agents in [false, true] {
@@ -100,21 +101,16 @@ impl Dedup {
                     continue;
                 }
                 let fleet = Fleet::boot(workload, self.vms, self.hold, self.share, agents)?;
-                let vm = &fleet.vms[0];
-                let outcome = outcome.get_or_insert_with(|| {
-                    ExperimentResult::new("dedup", vm.release(), vm.accel())
-                });
                 println!("{:<12} {}", name(workload), HEAD);
                 for arm in arms {
                     let measured = self.arm(workload, &fleet, arm)?;
                     measured.print(arm);
-                    measured.note(arm, workload, outcome);
+                    measured.note(arm, workload, &mut outcome);
                 }
                 fleet.resume()?;
                 fleet.check()?;
             }
-            let Some(outcome) = &mut outcome else { continue };
-            compare(workload, &self.arms, outcome);
+            compare(workload, &self.arms, &outcome);
             if let Some(path) = &self.json {
                 outcome.write(path)?;
             }

@@ -24,10 +24,9 @@ use super::cycles::{Cycle, Cycles, Guest};
 use super::stage::{Fleet, Stage};
 use crate::arena::{ArenaConfig, SwapKind};
 use crate::ebb::Daemon;
-use crate::image::{Cache, Image, Kernel};
+use crate::image::Kernel;
 use crate::result::ExperimentResult;
 use crate::sampler::{Sampler, Series};
-use crate::vm::Accel;
 
 pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb"];
 
@@ -80,9 +79,7 @@ struct ArmResult {
 impl Demo {
     /// Runs every arm, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
-        let cache = Cache::from_env();
-        let kernel = Image::get(&cache, self.kernel)?.release;
-        let mut outcome = ExperimentResult::new("demo", &kernel, Accel::detect(&cache));
+        let mut outcome = ExperimentResult::of("demo", self.kernel)?;
         let what = if self.libvirt { "domains of libvirt" } else { "VMs" };
         println!(
             "{} {what} of {} on a budget of {}, zram swap behind it: each keeps {}, uses {} more in turn, then reads {}",

@@ -174,17 +174,15 @@ impl Density {
             plan.hold.as_secs_f64(),
             plan.job
         );
-        let mut outcome: Option<ExperimentResult> = None;
+        let mut outcome = ExperimentResult::of("density", self.kernel)?;
         let mut counts = Vec::new();
         for arm in &arms {
             let begun = Instant::now();
-            let (result, fresh) = self.arm(&plan, arm).with_context(|| format!("arm {arm}"))?;
-            let outcome = outcome.get_or_insert(fresh);
-            add(outcome, arm, &result);
+            let result = self.arm(&plan, arm).with_context(|| format!("arm {arm}"))?;
+            add(&mut outcome, arm, &result);
             println!("{arm:<10} {}  ({:.0?})", line(&result), begun.elapsed());
             counts.push((arm.as_str(), result.vms));
         }
-        let Some(outcome) = outcome else { return Ok(()) };
         print!("\n{}", outcome.table());
         if self.vms.is_none() {
             print!(
@@ -215,7 +213,7 @@ impl Density {
         }
     }
 
-    fn arm(&self, plan: &Plan, arm: &str) -> Result<(ArmResult, ExperimentResult)> {
+    fn arm(&self, plan: &Plan, arm: &str) -> Result<ArmResult> {
         if self.beside && merges(arm) {
             bail!(
                 "arm {arm} merges pages of all VMs of the machine: it cannot run --beside others"
@@ -251,11 +249,9 @@ impl Density {
             Some(vms) => fleet.fixed(vms, self.periods)?,
             None => fleet.grow(most, !self.quick)?,
         };
-        let outcome =
-            ExperimentResult::new("density", fleet.vms[0].release(), fleet.vms[0].accel());
         drop(fleet);
         daemon.map(Daemon::end_well).transpose()?;
-        Ok((result, outcome))
+        Ok(result)
     }
 }
 

@@ -74,12 +74,11 @@ struct Bursts {
 impl Handback {
     /// Runs every arm on both kinds of host, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
-        let mut outcome = None;
+        let mut outcome = ExperimentResult::of("handback", self.kernel)?;
         for arm in &self.arms {
             for (host, full) in [("idle", false), ("full", true)] {
-                let (bursts, fresh) =
+                let bursts =
                     self.bursts(arm, full).with_context(|| format!("{arm}, {host} host"))?;
-                let outcome = outcome.get_or_insert(fresh);
                 let name = |metric: &str| match full {
                     true => format!("{metric}_squeezing"),
                     false => metric.to_string(),
@@ -89,13 +88,12 @@ impl Handback {
                 outcome.add(arm, &name("swap_out_pages"), "count", &bursts.swapped);
             }
         }
-        let Some(outcome) = outcome else { return Ok(()) };
         println!("\n{} needed by a guest; _squeezing: taken from another first", self.burst);
         print!("{}", outcome.table());
         Ok(outcome.keep(self.json.as_deref())?)
     }
 
-    fn bursts(&self, arm: &str, full: bool) -> Result<(Bursts, ExperimentResult)> {
+    fn bursts(&self, arm: &str, full: bool) -> Result<Bursts> {
         let budget = if full { self.full_budget } else { self.idle_budget };
         let config = ArenaConfig::limited(budget, Bytes::gib(1), SwapKind::Any);
         let stage = Stage::enter(&config, Some(self.cache))?;
@@ -120,7 +118,7 @@ impl Handback {
             let name = format!("handback-{arm}-{}", if full { "full" } else { "idle" });
             record::keep(stage.dir(), kept, &name)?;
         }
-        Ok((bursts, ExperimentResult::new("handback", vms[0].release(), vms[0].accel())))
+        Ok(bursts)
     }
 
     fn boot(&self, stage: &Stage, arm: &str) -> Result<Vec<Vm>> {

@@ -53,7 +53,7 @@ impl Overhead {
         let stage = Stage::enter(&config, None)?;
         let vms = self.boot(&stage)?;
         let names = names(&vms);
-        let mut outcome = ExperimentResult::new("overhead", vms[0].release(), vms[0].accel());
+        let mut outcome = ExperimentResult::of("overhead", self.kernel)?;
 
         let daemon = Daemon::start(stage.dir(), &names, "reserve = \"64MiB\"")?;
         // What is set aside for VMs that have just started is taken of them at first.

@@ -155,16 +155,15 @@ const METRICS: [Metric; 7] = [
 impl Rhythm {
     /// Runs every arm of every shape as often as asked, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
-        let mut outcome = None;
+        let mut outcome = ExperimentResult::of("rhythm", self.kernel)?;
         for shape in &self.shapes {
             self.shape(&shape.setup(), &mut outcome)?;
         }
-        let Some(outcome) = outcome else { return Ok(()) };
         print!("\n{}", outcome.table());
         Ok(outcome.keep(self.json.as_deref())?)
     }
 
-    fn shape(&self, setup: &Setup, outcome: &mut Option<ExperimentResult>) -> Result<()> {
+    fn shape(&self, setup: &Setup, outcome: &mut ExperimentResult) -> Result<()> {
         println!(
             "{}: {} VMs of {} on a budget of {}, swap behind it: jobs of {} each {} s, kept for {} s",
             setup.name,
@@ -175,20 +174,17 @@ impl Rhythm {
             setup.cycle.period.as_secs(),
             setup.cycle.hold.as_secs()
         );
-        let (results, fresh) = in_turns(&self.arms, self.runs, |arm| self.one(setup, arm), line)?;
-        *outcome = outcome.take().or(fresh);
-        if let Some(outcome) = outcome {
-            for (arm, results) in self.arms.iter().zip(&results) {
-                for (metric, unit, value) in METRICS {
-                    let values: Vec<f64> = results.iter().filter_map(value).collect();
-                    outcome.add_median(arm, &format!("{}_{metric}", setup.name), unit, &values);
-                }
+        let results = in_turns(&self.arms, self.runs, |arm| self.one(setup, arm), line)?;
+        for (arm, results) in self.arms.iter().zip(&results) {
+            for (metric, unit, value) in METRICS {
+                let values: Vec<f64> = results.iter().filter_map(value).collect();
+                outcome.add_median(arm, &format!("{}_{metric}", setup.name), unit, &values);
             }
         }
         Ok(())
     }
 
-    fn one(&self, setup: &Setup, arm: &str) -> Result<(RunResult, ExperimentResult)> {
+    fn one(&self, setup: &Setup, arm: &str) -> Result<RunResult> {
         let config = ArenaConfig::limited(setup.budget, Bytes::gib(2), SwapKind::File);
         let cache = setup.cycle.cache.max(Bytes::mib(1));
         let stage = Stage::enter(&config, Some(cache))?;
@@ -221,7 +217,7 @@ impl Rhythm {
             let turns = record::reversals(&ticks) as f64;
             result.reversals = Some(turns / minutes / f64::from(setup.vms));
         }
-        Ok((result, ExperimentResult::new("rhythm", vms[0].release(), vms[0].accel())))
+        Ok(result)
     }
 
     /// How long each job took to touch its memory, seconds.

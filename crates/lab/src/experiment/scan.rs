@@ -24,10 +24,8 @@ use anyhow::{Context, Result, ensure};
 use ebb_core::sample::VmId;
 use ebb_core::units::{Bytes, PAGE};
 use ebb_core::wire::Attach;
-use ebb_core::wire::firmware::Firmware;
 use ebb_host::agent::Agent;
 use ebb_host::probe::process::read_stat;
-use ebb_host::qmp;
 use ebb_host::root::Root;
 use ebb_host::scan::agents::HashLink;
 use ebb_host::scan::rate_limit::thread_cpu;
@@ -35,7 +33,7 @@ use ebb_host::scan::{Changes, Found, Options, Scan, Scanner, Target, random_key}
 
 use super::cgroup_guest::RamKind;
 use super::trial::Trial;
-use crate::agent_requests::{self, Requests as _};
+use crate::agent_requests::Requests as _;
 use crate::arena::{Arena, ArenaConfig};
 use crate::guest_stack;
 use crate::image::{Cache, Image};
@@ -147,15 +145,9 @@ impl Held {
         vm.pause()?;
         let hashes = |socket: PathBuf| -> Result<(Agent, Arc<HashLink>)> {
             let mut agent = Agent::connect(socket)?;
-            let mut qmp = qmp::Client::connect(vm.qmp_path(), MINUTE)?;
-            let segments = agent_requests::segments(&mut qmp, MINUTE)?;
-            let attach = Attach {
-                segments: segments.clone(),
-                firmware: Firmware::Seabios,
-                ..Attach::default()
-            };
-            agent.attach(attach, None, MINUTE)?;
-            let link = agent.hashes(&segments, MINUTE)?;
+            let attach = Attach { running: false, ..guest_stack::attachment(&vm)? };
+            agent.attach(attach.clone(), None, MINUTE)?;
+            let link = agent.hashes(&attach.segments, MINUTE)?;
             Ok((agent, Arc::new(link)))
         };
         let agent = socket.map(hashes).transpose()?;

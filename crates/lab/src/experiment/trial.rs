@@ -6,9 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
 
-use crate::image::{Cache, Image, Kernel};
+use crate::image::Kernel;
 use crate::result::ExperimentResult;
-use crate::vm::Accel;
 
 /// Guest kernels of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -92,12 +91,10 @@ pub fn run(
     }
     let all = arms.iter().map(|a| a.to_string()).collect();
     let arms = if options.arms.is_empty() { all } else { options.arms.clone() };
-    let cache = Cache::from_env();
     for kernel in options.kernel.list() {
-        let release = Image::get(&cache, kernel)?.release;
         let trial = Trial { arms: arms.clone(), scale: options.scale, kernel };
-        let mut outcome = ExperimentResult::new(name, &release, Accel::detect(&cache));
-        println!("== {name}, guest kernel {release}");
+        let mut outcome = ExperimentResult::of(name, kernel)?;
+        println!("== {name}, guest kernel {}", outcome.kernel);
         let result = one(&trial, &mut outcome);
         // What was measured before something failed is not lost.
         println!("{}", outcome.table());
@@ -110,15 +107,14 @@ pub fn run(
 }
 
 /// Each arm so often, the arms by turns, every other run the other way round: what each run came
-/// to, by arm, and the head of the figures.
+/// to, by arm.
 pub fn in_turns<R>(
     arms: &[String],
     runs: u32,
-    one: impl Fn(&str) -> Result<(R, ExperimentResult)>,
+    one: impl Fn(&str) -> Result<R>,
     line: impl Fn(&R) -> String,
-) -> Result<(Vec<Vec<R>>, Option<ExperimentResult>)> {
+) -> Result<Vec<Vec<R>>> {
     let mut results: Vec<Vec<R>> = arms.iter().map(|_| Vec::new()).collect();
-    let mut outcome = None;
     for n in 1..=runs {
         let mut order: Vec<usize> = (0..arms.len()).collect();
         if n % 2 == 0 {
@@ -126,13 +122,12 @@ pub fn in_turns<R>(
         }
         for i in order {
             let arm = &arms[i];
-            let (result, fresh) = one(arm).with_context(|| format!("run {n}, {arm}"))?;
+            let result = one(arm).with_context(|| format!("run {n}, {arm}"))?;
             println!("run {n:>2}  {arm:<10}{}", line(&result));
             results[i].push(result);
-            outcome.get_or_insert(fresh);
         }
     }
-    Ok((results, outcome))
+    Ok(results)
 }
 
 /// `x.json`, or `x-6.12.json` where there is one for each kernel.

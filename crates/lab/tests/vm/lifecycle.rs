@@ -35,7 +35,7 @@ use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Backing, Vm, VmConfig, VmError};
 use serde_json::json;
 
-use crate::{MINUTE, attachment, seconds, set, unique};
+use crate::{MINUTE, seconds, set, unique};
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -267,7 +267,7 @@ fn attached(vm: &Vm, socket: &Path) -> Agent {
 
 /// The same with the firmware that starts the guest.
 fn attached_by(vm: &Vm, socket: &Path, firmware: Firmware) -> Agent {
-    let attachment = Attach { firmware, ..attachment(vm) };
+    let attachment = Attach { firmware, ..guest_stack::attachment(vm).unwrap() };
     let until = Instant::now() + SOON;
     loop {
         // The agent lets one daemon in, and sees a moment later that one has gone.

@@ -22,13 +22,9 @@ mod zeros;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ebb_core::units::Bytes;
-use ebb_core::wire::Attach;
-use ebb_core::wire::firmware::Firmware;
-use ebb_host::qmp;
-use ebb_lab::agent_requests;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -80,18 +76,4 @@ fn replays(dir: &Path) {
 
 fn signal(pid: u32, signal: Signal) {
     kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), signal).unwrap();
-}
-
-/// What a VM's agent is told of it.
-fn attachment(vm: &Vm) -> Attach {
-    let until = Instant::now() + MINUTE;
-    // On a busy machine QEMU may greet late.
-    let mut qmp = loop {
-        match qmp::Client::connect(vm.qmp_path(), MINUTE) {
-            Err(qmp::QmpError::Taken(..)) if Instant::now() < until => {}
-            connected => break connected.unwrap(),
-        }
-    };
-    let segments = agent_requests::segments(&mut qmp, MINUTE).unwrap();
-    Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() }
 }

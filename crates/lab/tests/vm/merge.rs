@@ -34,7 +34,7 @@ use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
 
-use crate::{MINUTE, attachment};
+use crate::MINUTE;
 
 const KNOBS: [&str; 5] =
     ["run", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
@@ -366,7 +366,7 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
     let key = random_key().unwrap();
     for vm in vms {
         let mut agent = Agent::connect(sockets.join(format!("{}.agent", vm.name()))).unwrap();
-        let attachment = attachment(vm);
+        let attachment = guest_stack::attachment(vm).unwrap();
         let segments = attachment.segments.clone();
         let attach = Attach { running: false, keep_open: true, ..attachment };
         agent.attach(attach, None, MINUTE).unwrap();

@@ -16,7 +16,7 @@ use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Backing, Vm, VmConfig};
 use ebb_lab::{guest_stack, in_pairs};
 
-use crate::{MINUTE, attachment, seconds, set};
+use crate::{MINUTE, seconds, set};
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -94,7 +94,7 @@ impl Guest {
 
     /// Hands RAM over, as the daemon does.
     fn attach(&mut self) {
-        let attachment = attachment(&self.vm);
+        let attachment = guest_stack::attachment(&self.vm).unwrap();
         let total: u64 = attachment.segments.iter().map(|s| s.size).sum();
         assert_eq!(Bytes(total), self.vm.memory(), "{attachment:?}");
         self.agent.attach(attachment, None, SOON).unwrap();
