@@ -40,9 +40,10 @@ while :; do
 done
 "#;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub enum Kernel {
     /// Debian 12's own.
+    #[default]
     #[value(name = "6.1")]
     V6_1,
     /// The newer long-term series, from its backports.
@@ -74,6 +75,12 @@ impl fmt::Display for Kernel {
 #[derive(Clone, Debug)]
 pub struct Cache {
     root: PathBuf,
+}
+
+impl Default for Cache {
+    fn default() -> Cache {
+        Cache::from_env()
+    }
 }
 
 impl Cache {

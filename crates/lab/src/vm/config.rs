@@ -50,7 +50,7 @@ pub struct Balloon {
 }
 
 /// How a VM is to be.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct VmConfig {
     /// Its name for QEMU (`-name`), unique by the caller's care.
     pub name: String,
@@ -104,25 +104,10 @@ impl VmConfig {
             name: name.into(),
             memory,
             cpus: 1,
-            kernel: Kernel::V6_1,
             balloon: Some(Balloon::default()),
-            backing: Backing::default(),
             mergeable: true,
-            small_pages: false,
-            uefi: false,
-            counted: false,
-            accel: None,
             translations: Bytes::mib(64),
-            disks: Vec::new(),
-            cgroup: None,
-            within: Vec::new(),
-            files: Vec::new(),
-            proxmox: None,
-            append: String::new(),
-            args: Vec::new(),
-            env: Vec::new(),
-            user: None,
-            cache: Cache::from_env(),
+            ..VmConfig::default()
         }
     }
 
