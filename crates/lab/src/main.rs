@@ -118,32 +118,9 @@ struct HoldArgs {
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
-        Cmd::Setup(args) => run_setup(&args),
-        Cmd::Boot(args) => boot(&args),
-        Cmd::Demo(args) => tried(args.run()),
-        Cmd::Dedup(args) => tried(args.run()),
-        Cmd::Corunner(o) => tried(trial::run("corunner", &corunner::ARMS, &o, corunner::run)),
-        Cmd::Scan(o) => tried(trial::run("scan", &scan::ARMS, &o, scan::run)),
-        Cmd::Overhead(args) => tried(args.run()),
-        Cmd::Tick(args) => tried(args.run()),
-        Cmd::Recycle(o) => tried(trial::run("recycle", &recycle::ARMS, &o, recycle::run)),
-        Cmd::Fragmented(o) => {
-            tried(trial::run("fragmented", &fragmented::ARMS, &o, fragmented::run))
-        }
-        Cmd::Paused(o) => tried(trial::run("paused", &paused::ARMS, &o, paused::run)),
-        Cmd::Refault(o) => tried(trial::run("refault", &refault::ARMS, &o, refault::run)),
-        Cmd::MarkCost(o) => tried(trial::run("mark-cost", &mark_cost::ARMS, &o, mark_cost::run)),
-        Cmd::Autoballoon(args) => tried(args.run()),
-        Cmd::Rhythm(args) => tried(args.run()),
-        Cmd::Density(args) => tried(args.run()),
-        Cmd::Handback(args) => tried(args.run()),
-        Cmd::Clean => clean(),
-        Cmd::Tidy { lines } => run_tidy(lines),
-        Cmd::HoldArena(args) => hold_arena(&args),
-    };
-    match result {
-        Ok(code) => code,
+    match run(Cli::parse().command) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
         Err(e) => {
             eprintln!("ebb-lab: {e:#}");
             ExitCode::from(2)
@@ -151,7 +128,34 @@ fn main() -> ExitCode {
     }
 }
 
-fn run_setup(args: &SetupArgs) -> Result<ExitCode> {
+/// `false`: house rules are broken.
+fn run(command: Cmd) -> Result<bool> {
+    match command {
+        Cmd::Setup(args) => run_setup(&args),
+        Cmd::Boot(args) => boot(&args),
+        Cmd::Demo(args) => args.run(),
+        Cmd::Dedup(args) => args.run(),
+        Cmd::Corunner(o) => trial::run("corunner", &corunner::ARMS, &o, corunner::run),
+        Cmd::Scan(o) => trial::run("scan", &scan::ARMS, &o, scan::run),
+        Cmd::Overhead(args) => args.run(),
+        Cmd::Tick(args) => args.run(),
+        Cmd::Recycle(o) => trial::run("recycle", &recycle::ARMS, &o, recycle::run),
+        Cmd::Fragmented(o) => trial::run("fragmented", &fragmented::ARMS, &o, fragmented::run),
+        Cmd::Paused(o) => trial::run("paused", &paused::ARMS, &o, paused::run),
+        Cmd::Refault(o) => trial::run("refault", &refault::ARMS, &o, refault::run),
+        Cmd::MarkCost(o) => trial::run("mark-cost", &mark_cost::ARMS, &o, mark_cost::run),
+        Cmd::Autoballoon(args) => args.run(),
+        Cmd::Rhythm(args) => args.run(),
+        Cmd::Density(args) => args.run(),
+        Cmd::Handback(args) => args.run(),
+        Cmd::Clean => clean(),
+        Cmd::Tidy { lines } => return run_tidy(lines),
+        Cmd::HoldArena(args) => hold_arena(&args),
+    }?;
+    Ok(true)
+}
+
+fn run_setup(args: &SetupArgs) -> Result<()> {
     let options = setup::Options { headers: args.headers, upgrade: args.upgrade };
     let mut done = 0;
     let images = setup::setup(&Cache::from_env(), options, &mut |line| {
@@ -161,10 +165,10 @@ fn run_setup(args: &SetupArgs) -> Result<ExitCode> {
     let names: Vec<&str> = images.iter().map(|i| i.release.as_str()).collect();
     let what = if done == 0 { "nothing to do" } else { "done" };
     println!("setup: {what} (guest kernels {})", names.join(", "));
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
-fn boot(args: &BootArgs) -> Result<ExitCode> {
+fn boot(args: &BootArgs) -> Result<()> {
     let mut vms = Vec::new();
     for n in 1..=args.count {
         let mut config = VmConfig::new(format!("lab{n}"), args.memory);
@@ -190,36 +194,32 @@ fn boot(args: &BootArgs) -> Result<ExitCode> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     signals.forever().next();
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
-fn tried(result: Result<()>) -> Result<ExitCode> {
-    result.map(|()| ExitCode::SUCCESS)
-}
-
-fn clean() -> Result<ExitCode> {
+fn clean() -> Result<()> {
     match arena::clean(&Places::here())? {
         Ok(0) => println!("clean: nothing to do"),
         Ok(n) => println!("clean: put {n} things back"),
         Err(failed) => bail!("could not restore {}", failed.join("; ")),
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
-fn run_tidy(lines: bool) -> Result<ExitCode> {
+fn run_tidy(lines: bool) -> Result<bool> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     if lines {
         print!("{}", tidy::count(&root)?);
-        return Ok(ExitCode::SUCCESS);
+        return Ok(true);
     }
     let findings = tidy::check_repository(&root)?;
     for finding in &findings {
         println!("{finding}");
     }
-    Ok(if findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(1) })
+    Ok(findings.is_empty())
 }
 
-fn hold_arena(args: &HoldArgs) -> Result<ExitCode> {
+fn hold_arena(args: &HoldArgs) -> Result<()> {
     let swap = args.swap.map(|size| SwapConfig { size, kind: SwapKind::Any, priority: 5 });
     let mut knobs = Vec::new();
     for knob in &args.knob {
