@@ -16,6 +16,7 @@ use crate::view::{DRY_RUN, Decision};
 const MINUTE_MS: u64 = 60_000;
 
 /// What was said of one VM and source.
+#[derive(Default)]
 struct Said {
     at: Stamp,
     /// The words that were there in the last tick and have been said.
@@ -62,17 +63,12 @@ impl LogLimiter {
         for p in problems {
             let words = words(&p.message);
             let key = (p.vm, p.source.clone());
-            let said = self.said.get_mut(&key);
-            let known = said.as_ref().is_some_and(|s| s.words.contains(&words));
-            let due = said.as_ref().is_none_or(|s| now.since(s.at) >= MINUTE_MS);
+            let said = self.said.get(&key);
+            let known = said.is_some_and(|s| s.words.contains(&words));
+            let due = said.is_none_or(|s| now.since(s.at) >= MINUTE_MS);
             if !known && due {
                 news.push(p);
-                match said {
-                    Some(said) => said.at = now,
-                    None => {
-                        drop(self.said.insert(key.clone(), Said { at: now, words: Vec::new() }))
-                    }
-                }
+                self.said.entry(key.clone()).or_default().at = now;
             }
             if known || due {
                 here.entry(key).or_default().push(words);

@@ -80,13 +80,11 @@ impl StateFile {
     pub fn find(&self) -> Result<Option<Owned>> {
         let text = match fs::metadata(&self.path) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(e) => {
-                return Err(e).with_context(|| format!("cannot read {}", self.path.display()));
-            }
             Ok(m) if m.len() > MOST => {
                 bail!("{} is {} bytes: not Ebb's", self.path.display(), m.len())
             }
-            Ok(_) => fs::read_to_string(&self.path)
+            found => found
+                .and_then(|_| fs::read_to_string(&self.path))
                 .with_context(|| format!("cannot read {}", self.path.display()))?,
         };
         serde_json::from_str(&text).map(Some).with_context(|| {
