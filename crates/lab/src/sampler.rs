@@ -19,8 +19,6 @@ pub struct Point {
     pub at: Duration,
     /// `MemFree` of the host.
     pub free: Bytes,
-    /// `MemAvailable` of the host.
-    pub available: Bytes,
     /// Swap in use on the host.
     pub swap: Bytes,
     /// Memory charged to the arena's cgroup.
@@ -166,7 +164,6 @@ fn look(watched: &Mutex<Watched>, began: Instant, cgroup: Option<&MemoryCgroup>)
     let point = Point {
         at: began.elapsed(),
         free: memory.free,
-        available: memory.available,
         swap: memory.swap_total - memory.swap_free,
         cgroup: cgroup.map(MemoryCgroup::usage).unwrap_or_default(),
         cgroup_huge: cgroup.map(MemoryCgroup::huge).unwrap_or_default(),

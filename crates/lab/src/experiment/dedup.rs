@@ -28,6 +28,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::ValueEnum;
 use ebb_core::policy::merge::METADATA;
+use ebb_core::sample::KsmStat;
 use ebb_core::units::Bytes;
 use ebb_host::act::ksm;
 use ebb_host::probe::ksm::read_ksm_stat;
@@ -296,22 +297,20 @@ fn name(of: impl ValueEnum) -> String {
 
 /// KSM's own memory for these VMs.
 fn own_memory(vms: &[Vm]) -> Result<Bytes> {
-    let mut items = 0;
-    for vm in vms {
-        let stat = read_ksm_stat(&Root::default(), vm.pid())?.unwrap_or_default();
-        items += stat.rmap_items.unwrap_or(0);
-    }
-    Ok(Bytes(items * METADATA))
+    Ok(Bytes(sum(vms, |stat| stat.rmap_items)? * METADATA))
 }
 
 /// Pages of zeros that KSM replaced by the zero page.
 fn zeros(vms: &[Vm]) -> Result<Bytes> {
-    let mut pages = 0;
+    Ok(Bytes::pages(sum(vms, |stat| stat.zero_pages)?))
+}
+
+fn sum(vms: &[Vm], of: fn(KsmStat) -> Option<u64>) -> Result<u64> {
+    let mut sum = 0;
     for vm in vms {
-        let stat = read_ksm_stat(&Root::default(), vm.pid())?.unwrap_or_default();
-        pages += stat.zero_pages.unwrap_or(0);
+        sum += read_ksm_stat(&Root::default(), vm.pid())?.and_then(of).unwrap_or(0);
     }
-    Ok(Bytes::pages(pages))
+    Ok(sum)
 }
 
 /// Ebb by the best KSM arm of those that found as much, or nearly.

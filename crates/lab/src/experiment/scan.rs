@@ -74,7 +74,7 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
             Some((t.id, Arc::clone(link)))
         });
         let agents: HashMap<VmId, Arc<HashLink>> = agents.collect();
-        let noise = trial.wants("raw").then(|| noise(trial.size(1024)));
+        let noise = trial.wants("raw").then(|| noise(&mut 1, trial.size(1024)));
         let mut raw = [Vec::new(), Vec::new()];
         let mut own = [Vec::new(), Vec::new()];
         let mut theirs = [Vec::new(), Vec::new()];
@@ -180,13 +180,14 @@ fn pass(scan: &Scan) -> Pass {
     }
 }
 
-/// Noise, so many bytes.
-fn noise(size: Bytes) -> Vec<u8> {
-    let mut x = 1u64;
+/// Noise, so many bytes: nothing compresses it, and no page is like another. `x` is where it
+/// begins, and where it would go on.
+pub(super) fn noise(x: &mut u64, size: Bytes) -> Vec<u8> {
     let words = (0..size.0 / 8).flat_map(|_| {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
+        // xorshift64
+        *x ^= *x << 13;
+        *x ^= *x >> 7;
+        *x ^= *x << 17;
         x.to_ne_bytes()
     });
     words.collect()
@@ -288,7 +289,7 @@ mod tests {
 
     #[test]
     fn all_of_the_noise_is_hashed_whatever_the_threads() {
-        let noise = noise(Bytes::mib(1));
+        let noise = noise(&mut 1, Bytes::mib(1));
         assert_eq!(noise.len(), 1 << 20);
         for threads in [1, 2] {
             let pass = hash(&noise, threads).unwrap();

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
 
+use crate::experiment::scan;
 use crate::guest_stack;
 use crate::image::{Cache, Image, Kernel};
 use crate::vm::{Vm, VmConfig};
@@ -232,20 +233,13 @@ fn start(vm: &Vm, job: &str, kind: &str, arguments: &str) -> Result<()> {
 
 /// A file of noise; returns the sum of its words.
 fn noise(path: &Path, size: Bytes) -> Result<u64> {
-    let mut state = 1u64;
-    let mut next = || {
-        // xorshift64: nothing compresses it, and no page is like another.
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state
-    };
     let mut file = std::fs::File::create(path).with_context(|| path.display().to_string())?;
-    let mut sum = 0u64;
+    let (mut state, mut sum) = (1, 0);
     for _ in 0..size.0 >> 20 {
-        let words: Vec<u64> = (0..1 << 17).map(|_| next()).collect();
-        sum = words.iter().fold(sum, |sum, word| sum.wrapping_add(*word));
-        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
+        let bytes = scan::noise(&mut state, Bytes::mib(1));
+        let words =
+            bytes.chunks_exact(8).filter_map(|w| Some(u64::from_ne_bytes(w.try_into().ok()?)));
+        sum = words.fold(sum, u64::wrapping_add);
         file.write_all(&bytes)?;
     }
     Ok(sum)

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use ebb_core::units::Bytes;
 
-use crate::ebb::Daemon;
+use crate::ebb::{self, Daemon};
 use crate::experiment::cycles::Guest;
 use crate::experiment::stage::{Fleet, Stage};
 use crate::libvirt::{Domain, Libvirtd};
@@ -41,10 +41,11 @@ impl Guests {
     pub fn daemon(&self, dir: &Path) -> Result<Daemon> {
         let names: Vec<&str> = self.all().iter().map(|g| g.name).collect();
         Daemon::configure(dir, &names, "")?;
-        Ok(match self {
-            Guests::Vms(_) => Daemon::start_again(dir, &[])?,
-            Guests::Domains(libvirtd, _) => Daemon::start_program(&libvirtd.program()?, dir, &[])?,
-        })
+        let program = match self {
+            Guests::Vms(_) => ebb::binary()?,
+            Guests::Domains(libvirtd, _) => libvirtd.program()?,
+        };
+        Ok(Daemon::start_program(&program, dir, &[])?)
     }
 
     /// Waits until each has all its memory.
