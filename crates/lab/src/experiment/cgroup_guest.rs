@@ -107,7 +107,7 @@ impl<'a> Bench<'a> {
 /// A guest, and what the host holds of it.
 pub struct Place {
     pub vm: Vm,
-    cgroup: MemoryCgroup,
+    pub cgroup: MemoryCgroup,
     agent: Option<Agent>,
     socket: Option<std::path::PathBuf>,
     dir: tempfile::TempDir,
@@ -150,11 +150,6 @@ impl Place {
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(())
-    }
-
-    /// Lets the agent go: a daemon may come.
-    pub fn detach(&mut self) {
-        self.agent = None;
     }
 
     fn agent(&mut self) -> Result<&mut Agent> {
@@ -252,11 +247,6 @@ impl Place {
         let daemon = Daemon::start(self.dir.path(), &[self.vm.name()], "")?;
         daemon.wait_for_tier(tier)?;
         Ok(daemon)
-    }
-
-    /// Its cgroup, for [`watch`].
-    pub fn cgroup(&self) -> &MemoryCgroup {
-        &self.cgroup
     }
 
     /// Waits until what the host holds has stood still for a while.

@@ -69,7 +69,7 @@ fn one(bench: &mut Bench<'_>, memory: RamKind, arm: &str) -> Result<()> {
             let begun = Instant::now();
             match &daemon {
                 Some(daemon) => ask(daemon)?,
-                None => drop(cgroup_guest::watch(place.cgroup(), begun, full, freed, MINUTE)),
+                None => drop(cgroup_guest::watch(&place.cgroup, begun, full, freed, MINUTE)),
             }
             let ballooning = (arm == "ebb-stock").then(|| place.daemon("stock")).transpose()?;
             ballooning.as_ref().map(ask).transpose()?;

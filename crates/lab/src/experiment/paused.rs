@@ -65,7 +65,7 @@ fn one(bench: &mut Bench<'_>, memory: RamKind, arm: &str) -> Result<()> {
         }
         let fall = match ours {
             true => place.recycle_watched(full, size, TIME)?,
-            false => cgroup_guest::watch(place.cgroup(), Instant::now(), full, size, TIME),
+            false => cgroup_guest::watch(&place.cgroup, Instant::now(), full, size, TIME),
         };
         let back = full - place.usage();
         println!("  {arm}, {}: {back} of {size} came back", memory.name());

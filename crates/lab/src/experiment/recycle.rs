@@ -263,7 +263,7 @@ fn latency(bench: &mut Bench<'_>) -> Result<()> {
             place.stop("h")?;
             let begun = Instant::now();
             let fall = std::thread::scope(|scope| -> Result<_> {
-                let watch = || cgroup_guest::watch(place.cgroup(), begun, full, size, MINUTE);
+                let watch = || cgroup_guest::watch(&place.cgroup, begun, full, size, MINUTE);
                 let watching = scope.spawn(watch);
                 while asked && !watching.is_finished() {
                     daemon.reclaim()?;
@@ -291,7 +291,7 @@ fn falls(
     let (mut rates, mut times) = (Vec::new(), Vec::new());
     for _ in 0..bench.trial.rounds(3) {
         let (full, begun) = free()?;
-        let fall = cgroup_guest::watch(place.cgroup(), begun, full, size, PATIENT);
+        let fall = cgroup_guest::watch(&place.cgroup, begun, full, size, PATIENT);
         println!("  {arm}, {}: {:.1} % back", memory.name(), fall.share() * 100.0);
         rates.extend(fall.rate());
         times.extend(fall.time_to(0.95));
