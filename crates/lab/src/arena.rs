@@ -24,6 +24,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 
 use ebb_core::units::Bytes;
+use ebb_host::probe::cgroup::read_mounts;
+use ebb_host::root::Root;
 use rustix::fs::{FlockOperation, flock};
 
 pub use self::cgroup::MemoryCgroup;
@@ -156,11 +158,10 @@ impl Arena {
     /// version 1 it has no controllers; processes can be counted and killed by it all the same.
     pub fn cgroup_tree(&self) -> Result<PathBuf, LabError> {
         self.with_journal(|j| {
-            let mounts = fs::read_to_string(j.places.at("proc/self/mounts")).unwrap_or_default();
-            let mut words = mounts.lines().map(|l| l.split(' ').collect::<Vec<_>>());
-            let mount = words.find(|w| w.get(2) == Some(&"cgroup2"));
+            let mounts = read_mounts(&Root::at(&j.places.root)).ok().flatten().unwrap_or_default();
+            let mount = mounts.iter().find(|m| m.kind == "cgroup2");
             let mount = mount.ok_or_else(|| LabError::Missing("no cgroup2 is mounted".into()))?;
-            let dir = j.places.at(mount[1]).join(j.name());
+            let dir = j.places.at(&mount.point).join(j.name());
             j.note(&Change::Cgroup { path: dir.clone() })?;
             fs::create_dir(&dir).map_err(LabError::file(&dir))?;
             Ok(dir)
@@ -303,7 +304,7 @@ fn read_u64(path: &Path) -> Option<u64> {
 }
 
 /// The value of a knob; of `a [b] c` the chosen one.
-fn knob_value(text: &str) -> &str {
+pub(crate) fn knob_value(text: &str) -> &str {
     let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
     chosen.map_or(text.trim(), |(value, _)| value)
 }
@@ -320,7 +321,7 @@ mod tests {
         for sub in ["proc/self", "sys/kernel/mm/ksm", "cg/memory", "cg/unified"] {
             fs::create_dir_all(root.join(sub)).unwrap();
         }
-        fs::write(root.join("proc/self/mounts"), mounts).unwrap();
+        fs::write(root.join("proc/self/mountinfo"), mounts).unwrap();
         fs::write(root.join("sys/kernel/mm/ksm/run"), "0\n").unwrap();
         fs::write(root.join("sys/thp"), "always [madvise] never\n").unwrap();
         let places = Places { root, state: dir.path().join("state") };

@@ -5,6 +5,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use ebb_core::units::Bytes;
+use ebb_host::probe::cgroup::{Version, parse_oom_kills, read_hierarchy};
+use ebb_host::root::Root;
 
 use super::journal::{Change, Journal};
 use super::{Places, read_u64, write};
@@ -22,23 +24,9 @@ pub struct MemoryCgroup {
 impl MemoryCgroup {
     /// Where memory cgroups are made: the mount's directory and its version.
     fn mount(places: &Places) -> Option<(PathBuf, u8)> {
-        let mounts = fs::read_to_string(places.at("proc/self/mounts")).ok()?;
-        let mut v2 = None;
-        for line in mounts.lines() {
-            let words: Vec<&str> = line.split(' ').collect();
-            let [_, dir, kind, options, ..] = words[..] else { continue };
-            let dir = places.at(dir);
-            if kind == "cgroup" && options.split(',').any(|o| o == "memory") {
-                return Some((dir, 1));
-            }
-            let controllers = fs::read_to_string(dir.join("cgroup.controllers"));
-            if kind == "cgroup2"
-                && controllers.is_ok_and(|c| c.split_whitespace().any(|c| c == "memory"))
-            {
-                v2 = Some((dir, 2));
-            }
-        }
-        v2
+        let found = read_hierarchy(&Root::at(&places.root)).ok()??;
+        let version = if found.version == Version::V1 { 1 } else { 2 };
+        Some((places.at(&found.point), version))
     }
 
     pub(super) fn create(
@@ -77,8 +65,7 @@ impl MemoryCgroup {
     pub fn oom_kills(&self) -> u64 {
         let file = if self.version == 1 { "memory.oom_control" } else { "memory.events" };
         let text = fs::read_to_string(self.dir.join(file)).unwrap_or_default();
-        let kills = text.lines().find_map(|l| l.strip_prefix("oom_kill "));
-        kills.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
+        parse_oom_kills(&text).ok().flatten().unwrap_or(0)
     }
 
     /// Sets its limit; what does not fit into a smaller one is swapped out.
@@ -121,12 +108,13 @@ mod tests {
 
     #[test]
     fn memory_cgroups_are_found_in_either_version() {
-        let v1 = "cg /cg/unified cgroup2 rw 0 0\ncg /cg/memory cgroup rw,memory 0 0\n";
+        let v2 = "1 0 0:1 / /cg/unified rw - cgroup2 cg rw\n";
+        let v1 = &format!("{v2}2 0 0:2 / /cg/memory rw - cgroup cg rw,memory\n");
         let (_dir, places) = fixture(v1);
         let mount = MemoryCgroup::mount(&places);
         assert_eq!(mount, Some((places.root.join("cg/memory"), 1)));
 
-        let (_dir, places) = fixture("cg /cg/unified cgroup2 rw 0 0\n");
+        let (_dir, places) = fixture(v2);
         assert_eq!(MemoryCgroup::mount(&places), None);
         fs::write(places.root.join("cg/unified/cgroup.controllers"), "cpu memory pids\n").unwrap();
         let mount = MemoryCgroup::mount(&places);

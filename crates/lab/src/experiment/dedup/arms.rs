@@ -24,7 +24,7 @@ use serde_json::Value;
 
 use super::course::{Course, run_time};
 use super::governor::Governor;
-use crate::arena::{Arena, steadily};
+use crate::arena::{Arena, knob_value, steadily};
 use crate::ebb::Daemon;
 use crate::experiment::scan::target;
 use crate::vm::{Vm, cpu_s, threads};
@@ -96,9 +96,8 @@ pub fn hold_knobs(arena: &Arena) -> Result<()> {
     for knob in KNOBS {
         let path = PathBuf::from(format!("{KSM}/{knob}"));
         let Ok(now) = std::fs::read_to_string(&path) else { continue };
-        let chosen = now.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
         // Writing 2 again would break what is merged.
-        let value = if knob == "run" { "0" } else { chosen.map_or(now.trim(), |c| c.0) };
+        let value = if knob == "run" { "0" } else { knob_value(&now) };
         arena.set(&path, value)?;
     }
     Ok(())
