@@ -12,7 +12,7 @@ use ebb_host::daemon_client::{self, ClientError};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::LabError;
+use crate::{LabError, output};
 
 /// Where the `ebb` binary lies: `$EBB_BIN`, else beside this program.
 pub fn binary() -> Result<PathBuf, LabError> {
@@ -263,11 +263,6 @@ fn failed(error: ClientError) -> LabError {
 
 /// Runs `ebb` to its end: exit code, standard output, standard error.
 pub fn run(args: &[&str]) -> Result<(i32, String, String), LabError> {
-    let out = Command::new(binary()?)
-        .args(args)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|e| LabError::Missing(format!("cannot run ebb: {e}")))?;
-    let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
-    Ok((out.status.code().unwrap_or(-1), text(&out.stdout), text(&out.stderr)))
+    let done = output(Command::new(binary()?).args(args));
+    done.map_err(|e| LabError::Missing(format!("cannot run ebb: {e}")))
 }

@@ -58,16 +58,22 @@ impl LabError {
 pub(crate) fn run(command: &mut std::process::Command) -> Result<String, LabError> {
     let line = format!("{command:?}").replace('"', "");
     let line: String = line.chars().take(300).collect();
-    let out = command
-        .stdin(std::process::Stdio::null())
-        .output()
-        .map_err(|e| LabError::Command { command: line.clone(), message: e.to_string() })?;
-    if out.status.success() {
-        return Ok(String::from_utf8_lossy(&out.stdout).into_owned());
+    match output(command) {
+        Ok((0, out, _)) => Ok(out),
+        Ok((_, out, err)) => {
+            Err(LabError::Command { command: line, message: tail(&(out + &err), 5) })
+        }
+        Err(e) => Err(LabError::Command { command: line, message: e.to_string() }),
     }
-    let text =
-        format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
-    Err(LabError::Command { command: line, message: tail(&text, 5) })
+}
+
+/// Runs a program to its end: exit code, standard output, standard error.
+pub(crate) fn output(
+    command: &mut std::process::Command,
+) -> std::io::Result<(i32, String, String)> {
+    let out = command.stdin(std::process::Stdio::null()).output()?;
+    let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
+    Ok((out.status.code().unwrap_or(-1), text(&out.stdout), text(&out.stderr)))
 }
 
 /// Does `work` for each item, two at a time, and panics where one did: for guests

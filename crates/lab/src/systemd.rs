@@ -22,7 +22,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::arena::Arena;
 use crate::vm::on_lasting_thread;
-use crate::{LabError, ebb, run};
+use crate::{LabError, ebb, output, run};
 
 /// Mounts, then becomes systemd. Arguments: an empty directory, the installed tree, its cgroup.
 const BOOT: &str = r#"
@@ -151,12 +151,7 @@ impl Systemd {
         let mut command = Command::new("nsenter");
         command.arg("--target").arg(self.pid.to_string());
         command.args(["--pid", "--mount", "--cgroup", "--net", "--uts", "--ipc", "--"]);
-        let out = match command.args(program).stdin(Stdio::null()).output() {
-            Ok(out) => out,
-            Err(e) => return (-1, String::new(), e.to_string()),
-        };
-        let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
-        (out.status.code().unwrap_or(-1), text(&out.stdout), text(&out.stderr))
+        output(command.args(program)).unwrap_or_else(|e| (-1, String::new(), e.to_string()))
     }
 
     /// Runs `systemctl`.
