@@ -24,7 +24,7 @@ use crate::{LabError, run as command};
 pub const ARMS: [&str; 2] = ["plain", "ebb-guest"];
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
-    let mut bench = Bench::new(trial, outcome)?;
+    let bench = Bench::new(trial, outcome)?;
     if trial.wants("ebb-guest") {
         native(bench.outcome)?;
     }
