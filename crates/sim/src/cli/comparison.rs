@@ -50,8 +50,8 @@ fn replace(file: &Path, text: &str) -> std::io::Result<()> {
 fn section(c: &Comparison, commit: &str) -> String {
     format!(
         "{BEGIN} (generated, do not edit) -->\n\
-         `ebb-sim --compare --seed {} --seeds {} --markdown docs/comparison.md`,\n\
-         commit {commit}. Synthetic guests: a stand-in, no claim about real ones.\n\n{}{END}",
+         `ebb-sim --compare --seed {} --seeds {} --markdown docs/comparison.md --commit {commit}`.\n\
+         Synthetic guests: a stand-in, no claim about real ones.\n\n{}{END}",
         c.first_seed,
         c.seeds,
         c.markdown()

@@ -76,7 +76,7 @@ fn figures(all: &[Found], fit: &[Found], over: &[Found]) -> String {
             percent(all, Found::beats_pushed),
         ),
         (
-            "more than 1.25 times the best rival's stall, and a second",
+            "more than 1.25 times the best rival's stall, and more than a second above it",
             worlds(all, Found::is_far_beaten),
         ),
         ("- the same without that second", worlds(all, Found::is_far_above)),
