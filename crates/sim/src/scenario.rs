@@ -217,8 +217,8 @@ fn one_stuck(rng: &mut fastrand::Rng) -> Setup {
     setup(Bytes::gib(20), RUN_MS, guests)
 }
 
-/// So many guests of so many GiB work in phases up to this share of it, on a host of so many GiB;
-/// one of `every` is another one.
+/// A host of `host_gib` GiB with `count` guests of `gib` GiB, which work in phases up to the share
+/// `most` of their RAM; each guest whose number is a multiple of `every` gets `change`.
 fn company(
     rng: &mut fastrand::Rng,
     (count, gib, most): (u32, u64, f64),

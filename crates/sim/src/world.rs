@@ -44,11 +44,11 @@ pub struct Probe {
 
 #[derive(Clone, Copy, Debug)]
 pub enum Measured {
-    /// From then on, and from when the host has less than a tenth free: how long until the guest has
-    /// returned so much?
+    /// How long until the guest has returned that much, from then on and from when the host has less
+    /// than a tenth free?
     Take,
-    /// From then on the guest wants so much more: when has it got it, beyond the time its programs
-    /// need to allocate it?
+    /// From then on the guest wants that much more: how long until it has it, beyond the time that
+    /// its programs need to allocate it?
     Give,
 }
 

@@ -61,7 +61,8 @@ pub(super) fn carry_out(
         }
         let mut entries = Vec::with_capacity(PAGES);
         match pagemap.each(Range { start: block, len: HUGE }, |_, e| entries.push(e)) {
-            Err(e) if is_absent(&e) => {}
+            // It has ended: of a block that was read in part nothing is known.
+            Err(e) if is_absent(&e) => entries.clear(),
             read => read.map_err(|e| e.to_string())?,
         }
         let of = |frame| flags.of(frame).unwrap_or_default();

@@ -20,7 +20,7 @@ pub struct Cycle {
     pub cache: Bytes,
     /// From one job to the next.
     pub period: Duration,
-    /// For so long a job keeps what it has touched.
+    /// How long a job keeps what it has touched.
     pub hold: Duration,
     /// How much later each guest's jobs are than those of the one before.
     pub apart: Duration,

@@ -180,8 +180,8 @@ fn pass(scan: &Scan) -> Pass {
     }
 }
 
-/// Noise, so many bytes: nothing compresses it, and no page is like another. `x` is where it
-/// begins, and where it would go on.
+/// `size` bytes of noise: nothing compresses it, and no page is like another. `x` is the
+/// generator's state, before and after.
 pub(super) fn noise(x: &mut u64, size: Bytes) -> Vec<u8> {
     let words = (0..size.0 / 8).flat_map(|_| {
         // xorshift64

@@ -153,7 +153,7 @@ impl Guest {
         bytes.min(self.free() - self.watermark())
     }
 
-    /// The host swaps so much in again, as far as there is time and room; tells how much.
+    /// The host swaps `bytes` in again, as far as there is time and room; returns what it swapped in.
     pub(super) fn swap_in(&mut self, bytes: Bytes, time: &mut Time, room: &mut Room) -> Bytes {
         let bytes = bytes.min(time.at(SWAP_IN_RATE)).min(room.can_swap_in);
         let got = room.take(bytes, time);
@@ -164,7 +164,7 @@ impl Guest {
         got
     }
 
-    /// So much of what its processes have goes to its own swap.
+    /// `bytes` of what its processes have go to its own swap.
     pub(super) fn swap_out_own(&mut self, bytes: Bytes) {
         self.guest_swapped += bytes;
         self.stale += bytes;
