@@ -6,7 +6,7 @@
  *   hold        size= [pattern= share= cluster= seed= common= huge=]
  *   cycle       size= [base= period_ms= hold_ms= count=] + as hold
  *   memhog      size=
- *   faultloop   size= [seconds= | iterations=] [huge=]
+ *   faultloop   size= [seconds= | iterations=] [huge=] [period_ms=]
  *   read        dev= size= [offset=]: into the page cache; tells the sum
  *   sort, verify, pieces, pipes, chase: see their files
  *
@@ -259,7 +259,10 @@ static int work_memhog(struct job_env *e, struct cmd *c)
 	return 0;
 }
 
-/* will-it-scale's page_fault1: map, touch each page, unmap, again. */
+/*
+ * will-it-scale's page_fault1: map, touch each page, unmap, again; at once, or
+ * when period_ms have passed since it last began.
+ */
 static int work_faultloop(struct job_env *e, struct cmd *c)
 {
 	static struct json out;
@@ -267,14 +270,15 @@ static int work_faultloop(struct job_env *e, struct cmd *c)
 	u64 iterations = cmd_u64(c, "iterations", UINT64_MAX);
 	u64 seconds = cmd_u64(c, "seconds", iterations == UINT64_MAX ? 5 : 1 << 30);
 	u64 huge = cmd_u64(c, "huge", 0);
-	u64 begun = now_ns(), end = begun + seconds * 1000000000ULL;
+	u64 period = cmd_u64(c, "period_ms", 0) * 1000000ULL;
+	u64 end = now_ns() + seconds * 1000000000ULL;
 
 	if (!args_ok(e, c))
 		return 1;
 	json_start(&out);
 	job_report(e, 'r', &out);
 	while (e->stats->cycles < iterations && now_ns() < end) {
-		u64 t = now_ns();
+		u64 t = now_ns(), next = t + period, done;
 		volatile char *p = (volatile char *)map_pages(size, huge);
 
 		if (!p)
@@ -284,11 +288,12 @@ static int work_faultloop(struct job_env *e, struct cmd *c)
 		munmap((void *)p, size);
 		e->stats->pages += size / PAGE;
 		e->stats->cycles++;
-		timed(e->stats, now_ns() - t);
+		done = now_ns();
+		timed(e->stats, done - t);
+		if (next > done)
+			sleep_ns(next - done);
 	}
 	json_start(&out);
-	json_double(&out, "pages_per_second",
-		    (double)e->stats->pages * 1e9 / (double)(now_ns() - begun + 1));
 	job_report(e, 'R', &out);
 	return 0;
 }

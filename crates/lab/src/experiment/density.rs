@@ -14,6 +14,7 @@
 //! Arms: `plain`, `ksm` (a million pages a round, no pause), `ksmtuned` (Debian's, told that the
 //! budget is the machine), `reporting` (QEMU's free page reporting), `mom` (reporting and MOM's
 //! balloon rules), `reporting-ksm` and `mom-ksmtuned` (both; MOM's own KSM rules are ksmtuned's),
+//! `ebb-balloon` (Ebb, and a balloon as libvirt makes it: no reporting, no deflate-on-oom),
 //! `ebb-stock` (reporting and Ebb), `ebb-guest` (agent and module), `ebb` (the same, and merging).
 
 mod account;
@@ -44,9 +45,9 @@ use crate::sampler::{Sampler, Series};
 use crate::vm::{Vm, VmConfig};
 
 #[rustfmt::skip]
-pub const ARMS: [&str; 10] = [
+pub const ARMS: [&str; 11] = [
     "plain", "ksm", "ksmtuned", "reporting", "reporting-ksm", "mom", "mom-ksmtuned",
-    "ebb-stock", "ebb-guest", "ebb",
+    "ebb-balloon", "ebb-stock", "ebb-guest", "ebb",
 ];
 /// What each VM reads of the common disk once it has booted.
 const COMMON: Bytes = Bytes::mib(48);

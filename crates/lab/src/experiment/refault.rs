@@ -1,5 +1,5 @@
-//! `refault`: what module and recycling cost a guest that allocates and frees all
-//! the time: will-it-scale's page_fault1 (map 128 MiB, touch each page, unmap).
+//! `refault`: what module and recycling cost a guest that allocates and frees
+//! again and again: will-it-scale's page_fault1 (map 128 MiB, touch each page, unmap).
 //!
 //! Arms: `plain` (no module), `module` (loaded, nothing recycled), `ebb-guest` (and
 //! `ebb run` recycles as it always does). They take turns in one VM, and each round
@@ -7,6 +7,11 @@
 //! pages; `_4k`: it has none), the median of them. `ops` is pages a second; `cpu_ops`
 //! and `cpu_ops_ratio` are pages a second of QEMU's processor time, agent included,
 //! which a busy machine disturbs less.
+//!
+//! Metrics `interval_…` are of a loop that begins once a second and waits in between,
+//! so that its memory can be taken while it is free: `interval_ops` is pages a second
+//! without the waiting. Arm `reporting`, in a VM of its own, has QEMU's free page
+//! reporting.
 //!
 //! Time under emulation is noisy, and no measure of a real processor. So the loop
 //! also runs where the guest's clock counts instructions: `instructions` a page,
@@ -19,13 +24,15 @@ use ebb_core::units::Bytes;
 use super::cgroup_guest::{Bench, MINUTE, Place, RamKind};
 use super::trial::Trial;
 use crate::result::{ExperimentResult, target};
-use crate::vm::cpu_s;
+use crate::vm::{Balloon, cpu_s};
 
 /// All arms; ratios need the first.
-pub const ARMS: [&str; 3] = ["plain", "module", "ebb-guest"];
+pub const ARMS: [&str; 4] = ["plain", "module", "ebb-guest", "reporting"];
 /// Of page_fault1.
 const SIZE: u64 = 128 << 20;
 const SECONDS: u32 = 6;
+/// Loops of one measurement at an interval.
+const LOOPS: u32 = 20;
 
 /// Whether the guest's loop gets huge pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +78,8 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
         ("ebb-guest", "cpu_ops_ratio_4k", 0.95),
         ("ebb-guest", "ops_ratio", 0.98),
         ("ebb-guest", "ops_ratio_4k", 0.95),
+        ("ebb-guest", "interval_ops_ratio", 0.98),
+        ("ebb-guest", "interval_ops_ratio_4k", 0.98),
     ] {
         if let Some(v) = outcome.value(arm, metric) {
             target(&format!("{arm} {metric}"), v, ">=", least);
@@ -79,12 +88,38 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     Ok(())
 }
 
+/// When a loop begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pace {
+    /// As soon as the last one has ended.
+    AtOnce,
+    /// Once a second.
+    Interval,
+}
+
+impl Pace {
+    /// What the names of metrics begin with.
+    fn prefix(self) -> &'static str {
+        if self == Pace::AtOnce { "" } else { "interval_" }
+    }
+}
+
 /// In real time, in turns.
 fn timed(bench: &mut Bench<'_>) -> Result<()> {
     let (trial, place) = (bench.trial, bench.boot(RamKind::Huge, true, |c| c.cpus = 1)?);
     let arms: Vec<&str> =
         ARMS.iter().copied().filter(|a| trial.wants(a) || *a == "plain").collect();
-    for pages in Pages::ALL {
+    let reporting = |bench: &Bench<'_>| {
+        bench.boot(RamKind::Huge, false, |c| {
+            c.name = format!("{}-reporting", c.name);
+            c.cpus = 1;
+            c.balloon = Some(Balloon { reporting: true, deflate_on_oom: true });
+        })
+    };
+    let other = arms.contains(&"reporting").then(|| reporting(bench)).transpose()?;
+    for (pace, pages) in
+        [Pace::AtOnce, Pace::Interval].into_iter().flat_map(|p| Pages::ALL.map(|pages| (p, pages)))
+    {
         let (mut rates, mut cpus) = (vec![Vec::new(); arms.len()], vec![Vec::new(); arms.len()]);
         for round in 0..trial.rounds(7) {
             // Forwards and backwards by turns: a machine that grows slower during a
@@ -94,26 +129,27 @@ fn timed(bench: &mut Bench<'_>) -> Result<()> {
                 _ => (0..arms.len()).rev().collect(),
             };
             for i in order {
-                let (rate, cpu) = turn(&place, arms[i], pages)?;
+                let place = other.as_ref().filter(|_| arms[i] == "reporting").unwrap_or(&place);
+                let (rate, cpu) = turn(place, arms[i], pace, pages)?;
                 rates[i].push(rate);
                 cpus[i].push(cpu);
             }
             let said: Vec<String> =
                 cpus.iter().map(|r| format!("{:.0}", r.last().unwrap_or(&0.0))).collect();
             println!(
-                "  {pages:?}: {} pages a processor second ({})",
+                "  {pace:?}, {pages:?}: {} pages a processor second ({})",
                 said.join(", "),
                 arms.join(", ")
             );
         }
-        let suffix = pages.suffix();
+        let (prefix, suffix) = (pace.prefix(), pages.suffix());
         for (name, all) in [("ops", &rates), ("cpu_ops", &cpus)] {
             for (i, arm) in arms.iter().enumerate() {
-                let metric = format!("{name}{suffix}");
+                let metric = format!("{prefix}{name}{suffix}");
                 bench.outcome.add_median(arm, &metric, "per_second", &all[i]);
                 if i > 0 {
                     let ratio: Vec<f64> = all[i].iter().zip(&all[0]).map(|(a, p)| a / p).collect();
-                    let metric = format!("{name}_ratio{suffix}");
+                    let metric = format!("{prefix}{name}_ratio{suffix}");
                     bench.outcome.add_median(arm, &metric, "fraction", &ratio);
                 }
             }
@@ -122,33 +158,40 @@ fn timed(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// One measurement of one arm; the guest is as it was afterwards.
-fn turn(place: &Place, arm: &str, pages: Pages) -> Result<(f64, f64)> {
-    if arm != "plain" {
+/// One measurement of one arm; the guest is as it was afterwards. Pages a second of the
+/// loops' own time, and a second of QEMU's processor time.
+fn turn(place: &Place, arm: &str, pace: Pace, pages: Pages) -> Result<(f64, f64)> {
+    let tier = ["module", "ebb-guest"].contains(&arm);
+    if tier {
         place.insmod()?;
     }
     let daemon = if arm == "ebb-guest" { Some(place.daemon("guest")?) } else { None };
+    let (warm, measured) = match pace {
+        Pace::AtOnce => ("seconds=1".to_string(), format!("seconds={SECONDS}")),
+        Pace::Interval => {
+            let loops = |n| format!("iterations={n} period_ms=1000");
+            (loops(3), loops(LOOPS))
+        }
+    };
     // The translator's work, and what loading the module set off, are not measured.
-    faultloop(place, pages, "seconds=1")?;
+    faultloop(place, pages, &warm)?;
     // All threads of QEMU, the agent's too.
     let before = cpu_s(place.vm.pid())?;
-    let found = faultloop(place, pages, &format!("seconds={SECONDS}"))?;
+    let found = faultloop(place, pages, &measured)?;
     let took = cpu_s(place.vm.pid())? - before;
     if let Some(daemon) = daemon {
         daemon.stop();
     }
-    if arm != "plain" {
+    if tier {
         place.sh("rmmod ebb")?;
     }
-    Ok((found.rate, found.pages / took))
+    Ok((1e9 / found.each, found.pages / took))
 }
 
-/// What a loop came to, by the guest's clock.
+/// What loops came to, by the guest's clock.
 struct Loop {
-    /// Pages a second.
-    rate: f64,
     pages: f64,
-    /// Nanoseconds a page.
+    /// Nanoseconds a page, without the time between two loops.
     each: f64,
 }
 
@@ -158,7 +201,7 @@ fn faultloop(place: &Place, pages: Pages, until: &str) -> Result<Loop> {
     let end = place.vm.ask(|tool| tool.wait_end("f", 5 * MINUTE))?;
     let pages = end.u64("pages").max(1) as f64;
     let each = end.u64("total_ns") as f64 / pages;
-    Ok(Loop { rate: end.f64("pages_per_second"), pages, each })
+    Ok(Loop { pages, each })
 }
 
 /// Instructions a page, of measurements that took turns.

@@ -97,7 +97,8 @@ impl Fleet<'_> {
     ) -> Result<VmConfig, LabError> {
         let mut config = VmConfig::new(format!("{}{number}", self.name), self.memory);
         config.kernel = self.kernel;
-        config.balloon = Some(Balloon { reporting: self.reporting(), deflate_on_oom: true });
+        let deflate_on_oom = self.arm != "ebb-balloon";
+        config.balloon = Some(Balloon { reporting: self.reporting(), deflate_on_oom });
         if self.has_module() {
             prepare(&mut config, image, stage.dir())?;
         }

@@ -115,7 +115,7 @@ fn vm_the_tool_refuses_nonsense_and_survives_its_jobs() {
     assert_eq!(vm.tool().wait_end("c", MINUTE).unwrap().u64("cycles"), 3);
     vm.tool().start("s", "sort", "n=100000").unwrap();
     assert!(vm.tool().wait_end("s", MINUTE).unwrap().f64("seconds") > 0.0);
-    vm.tool().start("f", "faultloop", "size=4194304 iterations=3").unwrap();
+    vm.tool().start("f", "faultloop", "size=4194304 iterations=3 period_ms=20").unwrap();
     assert_eq!(vm.tool().wait_end("f", MINUTE).unwrap().u64("pages"), 3072);
     vm.tool().start("m", "memhog", "size=4194304").unwrap();
     vm.tool().wait_end("m", MINUTE).unwrap();
