@@ -15,16 +15,18 @@ COMPLETIONS := bash-completion/completions/ebb zsh/site-functions/_ebb fish/vend
 # VM tests share one machine. Those of a guest's life that take minutes are left to
 # `make soak`, which runs them all, on both kernels.
 SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge vm_without_the_modules_notifiers \
-  vm_without_the_tripwire_a_loaded vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
+  vm_without_the_tripwire vm_absent_pages vm_a_module_that_goes vm_a_daemon_killed_and_started \
   vm_memory_that_goes_offline vm_recycling_that_goes_on vm_a_guest_loaded vm_a_hibernated \
   vm_a_crash_kernel vm_pulses vm_two_thousand vm_an_idle_guest vm_kernels_that_cannot \
   vm_a_kernel_that_somebody vm_waits_beside vm_many_domains
 # Several go at a time, as much of them is waiting; a test says by its arena beside whom it may
-# (`Beside`). Daemons judge by time: they are not beside those that load the machine. Those that
-# set KSM go one by one, beside the daemons: most of their time is waiting.
+# (`Beside`). Those that need the machine to themselves go first: others would wait for them.
+# Daemons judge by time: they are not beside those that load the machine. Those that set KSM go
+# one by one, beside the daemons, and stand-ins after them: most of their time is waiting.
+WHOLE := vm_arena_is_restored vm_a_budget_makes
 LOADS := lifecycle:: module:: recycle:: smoke::
 KSM := merge:: ways_in:: vm_the_units_sandbox
-DAEMONS := $(filter-out $(LOADS) $(KSM),$(patsubst crates/lab/tests/vm/%.rs,%::,\
+DAEMONS := $(filter-out $(LOADS) $(KSM) standin::,$(patsubst crates/lab/tests/vm/%.rs,%::,\
   $(filter-out %/main.rs,$(wildcard crates/lab/tests/vm/*.rs))))
 # The tests without a VM of their own.
 ALONE := $(filter-out vm vm_%,$(notdir $(basename $(wildcard crates/*/tests/*.rs)) \
@@ -35,8 +37,9 @@ VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace --test vm -- --t
   $(SOAK_ONLY:%=--skip %)
 
 # The steps of the handshake left out in turn: pages must be lost. Built apart, so
-# that no agent that can lose pages comes near the real one.
-FAULTS := $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
+# that no agent that can lose pages comes near the real one, and fast.
+FAULTS := CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_DEBUG=false \
+  $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
   --test handshake --test kvm --test devices --test hash --test ksm
 
 CHECKS := check-units check-guest check-build
@@ -100,10 +103,12 @@ test: target/.setup lint ## all of it, as CI: check, then the tests on real VMs
 
 vm-loads:
 	@$(BOUND) $(CARGO) test --release --quiet --workspace --test vm_qemu
-	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(call VM_TESTS,3,$(LOADS))
+	@$(call VM_TESTS,1,$(WHOLE))
+	@EBB_STRESS_SECONDS=$${EBB_STRESS_SECONDS:-6} $(call VM_TESTS,3,$(LOADS) $(WHOLE:%=--skip %))
 
 vm-ksm:
 	@$(call VM_TESTS,1,$(KSM))
+	@$(call VM_TESTS,3,standin::)
 
 vm-daemons:
 	@$(call VM_TESTS,2,$(DAEMONS) --skip vm_the_units_sandbox)

@@ -347,7 +347,7 @@ impl Libvirtd {
              <name>{name}</name><memory unit='KiB'>{kib}</memory><vcpu>1</vcpu>\
              <os><type arch='x86_64' machine='pc'>hvm</type><kernel>{vmlinuz}</kernel>\
              <initrd>{initrd}</initrd><cmdline>console=ttyS0 quiet panic=0 no_timer_check \
-             nowatchdog nokaslr</cmdline></os><features><acpi/>{tcg}</features>\
+             nowatchdog nokaslr cryptomgr.notests</cmdline></os><features><acpi/>{tcg}</features>\
              <cpu mode='{mode}'>{cpu}{numa}</cpu>\
              <devices><emulator>{emulator}</emulator>\
              <serial type='file'><source path='{console}'/><target port='0'/></serial>\

@@ -10,8 +10,9 @@
 //!
 //! Metrics `interval_…` are of a loop that begins once a second and waits in between,
 //! so that its memory can be taken while it is free: `interval_ops` is pages a second
-//! without the waiting. Arm `reporting`, in a VM of its own, has QEMU's free page
-//! reporting.
+//! without the waiting. `interval_faults` is QEMU's page faults a loop: what of its
+//! memory was taken, and came back, in pages or in huge pages. Arm `reporting`, in a VM
+//! of its own, has QEMU's free page reporting.
 //!
 //! Time under emulation is noisy, and no measure of a real processor. So the loop
 //! also runs where the guest's clock counts instructions: `instructions` a page,
@@ -24,7 +25,7 @@ use ebb_core::units::Bytes;
 use super::cgroup_guest::{Bench, MINUTE, Place, RamKind};
 use super::trial::Trial;
 use crate::result::{ExperimentResult, target};
-use crate::vm::{Balloon, cpu_s};
+use crate::vm::{Balloon, cpu_s, minor_faults};
 
 /// All arms; ratios need the first.
 pub const ARMS: [&str; 4] = ["plain", "module", "ebb-guest", "reporting"];
@@ -121,6 +122,7 @@ fn timed(bench: &mut Bench<'_>) -> Result<()> {
         [Pace::AtOnce, Pace::Interval].into_iter().flat_map(|p| Pages::ALL.map(|pages| (p, pages)))
     {
         let (mut rates, mut cpus) = (vec![Vec::new(); arms.len()], vec![Vec::new(); arms.len()]);
+        let mut faults = vec![Vec::new(); arms.len()];
         for round in 0..trial.rounds(7) {
             // Forwards and backwards by turns: a machine that grows slower during a
             // round favours nobody.
@@ -130,17 +132,28 @@ fn timed(bench: &mut Bench<'_>) -> Result<()> {
             };
             for i in order {
                 let place = other.as_ref().filter(|_| arms[i] == "reporting").unwrap_or(&place);
-                let (rate, cpu) = turn(place, arms[i], pace, pages)?;
-                rates[i].push(rate);
-                cpus[i].push(cpu);
+                let turn = turn(place, arms[i], pace, pages)?;
+                rates[i].push(turn.rate);
+                cpus[i].push(turn.cpu_rate);
+                faults[i].push(turn.faults);
             }
-            let said: Vec<String> =
-                cpus.iter().map(|r| format!("{:.0}", r.last().unwrap_or(&0.0))).collect();
+            let last = |all: &[Vec<f64>]| {
+                let each: Vec<String> =
+                    all.iter().map(|r| format!("{:.0}", r.last().unwrap_or(&0.0))).collect();
+                each.join(", ")
+            };
             println!(
-                "  {pace:?}, {pages:?}: {} pages a processor second ({})",
-                said.join(", "),
+                "  {pace:?}, {pages:?}: {} pages a processor second, {} faults a loop ({})",
+                last(&cpus),
+                last(&faults),
                 arms.join(", ")
             );
+        }
+        if pace == Pace::Interval {
+            for (arm, faults) in arms.iter().zip(&faults) {
+                let metric = format!("interval_faults{}", pages.suffix());
+                bench.outcome.add_median(arm, &metric, "count", faults);
+            }
         }
         let (prefix, suffix) = (pace.prefix(), pages.suffix());
         for (name, all) in [("ops", &rates), ("cpu_ops", &cpus)] {
@@ -158,9 +171,18 @@ fn timed(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// One measurement of one arm; the guest is as it was afterwards. Pages a second of the
-/// loops' own time, and a second of QEMU's processor time.
-fn turn(place: &Place, arm: &str, pace: Pace, pages: Pages) -> Result<(f64, f64)> {
+/// One measurement of one arm.
+struct Turn {
+    /// Pages a second of the loops' own time.
+    rate: f64,
+    /// Pages a second of QEMU's processor time.
+    cpu_rate: f64,
+    /// QEMU's page faults a loop.
+    faults: f64,
+}
+
+/// Measures; the guest is as it was afterwards.
+fn turn(place: &Place, arm: &str, pace: Pace, pages: Pages) -> Result<Turn> {
     let tier = ["module", "ebb-guest"].contains(&arm);
     if tier {
         place.insmod()?;
@@ -176,20 +198,23 @@ fn turn(place: &Place, arm: &str, pace: Pace, pages: Pages) -> Result<(f64, f64)
     // The translator's work, and what loading the module set off, are not measured.
     faultloop(place, pages, &warm)?;
     // All threads of QEMU, the agent's too.
-    let before = cpu_s(place.vm.pid())?;
+    let pid = place.vm.pid();
+    let before = (cpu_s(pid)?, minor_faults(pid)?);
     let found = faultloop(place, pages, &measured)?;
-    let took = cpu_s(place.vm.pid())? - before;
+    let took = cpu_s(pid)? - before.0;
+    let faults = (minor_faults(pid)? - before.1) as f64 / found.loops;
     if let Some(daemon) = daemon {
         daemon.stop();
     }
     if tier {
         place.sh("rmmod ebb")?;
     }
-    Ok((1e9 / found.each, found.pages / took))
+    Ok(Turn { rate: 1e9 / found.each, cpu_rate: found.pages / took, faults })
 }
 
 /// What loops came to, by the guest's clock.
 struct Loop {
+    loops: f64,
     pages: f64,
     /// Nanoseconds a page, without the time between two loops.
     each: f64,
@@ -201,7 +226,7 @@ fn faultloop(place: &Place, pages: Pages, until: &str) -> Result<Loop> {
     let end = place.vm.ask(|tool| tool.wait_end("f", 5 * MINUTE))?;
     let pages = end.u64("pages").max(1) as f64;
     let each = end.u64("total_ns") as f64 / pages;
-    Ok(Loop { pages, each })
+    Ok(Loop { loops: end.u64("cycles").max(1) as f64, pages, each })
 }
 
 /// Instructions a page, of measurements that took turns.

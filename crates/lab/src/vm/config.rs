@@ -211,7 +211,8 @@ impl VmConfig {
 
     /// Timer checks and watchdogs misfire where a vCPU may not run for a while.
     fn command_line(&self, accel: Accel) -> String {
-        let own = "console=ttyS0 quiet panic=0 oops=panic no_timer_check nowatchdog nokaslr";
+        let own = "console=ttyS0 quiet panic=0 oops=panic no_timer_check nowatchdog nokaslr \
+                   cryptomgr.notests";
         let boot = if accel == Accel::Tcg && self.cpus > 1 { ONE_CPU_AT_BOOT } else { "" };
         format!("{own} {boot} {}", self.append).trim().to_string()
     }

@@ -41,6 +41,11 @@ fn seconds() -> u64 {
     set("EBB_STRESS_SECONDS").unwrap_or(20)
 }
 
+/// `make soak`: every form, on both kernels.
+fn soak() -> bool {
+    seconds() >= 60
+}
+
 /// A name that no other VM of this run has: daemons go by names.
 fn unique(name: &str) -> String {
     static COUNT: AtomicUsize = AtomicUsize::new(0);

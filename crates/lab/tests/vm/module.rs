@@ -26,7 +26,7 @@ use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig, VmError};
 use ebb_lab::{guest_stack, in_pairs};
 
-use crate::{MINUTE, seconds};
+use crate::{MINUTE, seconds, soak};
 
 const RUNNING: u64 = 2;
 const STOPPED: u64 = 4;
@@ -133,9 +133,4 @@ impl Guest {
 /// The machine, for tests that start VMs.
 fn held() -> Arena {
     Arena::beside(Beside::Tests).unwrap()
-}
-
-/// `make soak`: every form, on both kernels.
-fn soak() -> bool {
-    seconds() >= 60
 }
