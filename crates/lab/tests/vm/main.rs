@@ -46,6 +46,11 @@ fn soak() -> bool {
     seconds() >= 60
 }
 
+/// The kernels of a test that takes long: this one, with `make soak` both.
+fn kernels(short: Kernel) -> Vec<Kernel> {
+    Kernel::ALL.into_iter().filter(|k| soak() || *k == short).collect()
+}
+
 /// A name that no other VM of this run has: daemons go by names.
 fn unique(name: &str) -> String {
     static COUNT: AtomicUsize = AtomicUsize::new(0);

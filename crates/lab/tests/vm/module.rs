@@ -26,7 +26,7 @@ use ebb_lab::image::{Cache, Image, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig, VmError};
 use ebb_lab::{guest_stack, in_pairs};
 
-use crate::{MINUTE, seconds, soak};
+use crate::{MINUTE, kernels, seconds, soak};
 
 const RUNNING: u64 = 2;
 const STOPPED: u64 = 4;

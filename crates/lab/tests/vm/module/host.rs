@@ -200,7 +200,7 @@ fn vm_an_idle_guest_is_hardly_woken() {
 #[test]
 fn vm_what_a_dying_guest_leaves_in_ram_is_marked_as_dead() {
     let _arena = held();
-    for kernel in Kernel::ALL.into_iter().filter(|k| soak() || *k == Kernel::V6_12) {
+    for kernel in kernels(Kernel::V6_12) {
         // One of them while the module's thread waits for memory with its lock held.
         let ends = [("poweroff", 2, 0), ("reboot", 2, 0), ("sysrq c=c", 3, 0), ("reboot", 2, HELD)];
         in_pairs(&ends, |&(command, reason, fault)| {
