@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
+use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
