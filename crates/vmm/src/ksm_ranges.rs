@@ -74,9 +74,10 @@ fn anonymous(ram: &Ram) -> Vec<Range> {
     joined
 }
 
+/// Takes ranges out of KSM and breaks what is merged of them; their contents stay.
 fn close(ranges: &[Range]) -> Result<(), String> {
     for range in ranges {
-        match sys::unmergeable(*range) {
+        match sys::advise(*range, libc::MADV_UNMERGEABLE) {
             // A kernel without KSM does not know the advice.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {}
             Err(e) => return Err(format!("RAM cannot be taken out of KSM: {e}")),

@@ -56,7 +56,7 @@ fn check(uffd: &Uffd, disturb: &mut dyn FnMut(&Mapping)) -> Result<(), Failed> {
         sys::cold(Range { start: all.start + PAGE, len: PAGE }).map_err(unknown("MADV_COLD"))?;
         disturb(&memory);
         whole(&pagemap, all, "a huge page of zeros is split")?;
-        match sys::page_out(all) {
+        match sys::advise(all, libc::MADV_PAGEOUT) {
             Ok(()) => whole(&pagemap, all, "it is paged out")?,
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {}
             Err(e) => return Err(unknown("MADV_PAGEOUT")(e)),
@@ -108,7 +108,8 @@ fn huge_page() -> io::Result<Option<Mapping>> {
         memory.bytes_mut().chunks_mut(PAGE as usize).for_each(|page| page[0] = 1);
         memory.bytes_mut().chunks_mut(PAGE as usize).for_each(|page| page[0] = 0);
         let all = Range { start: memory.address(), len: HUGE as u64 };
-        let _ = sys::collapse(all);
+        // Linux 6.1 and later.
+        let _ = sys::advise(all, libc::MADV_COLLAPSE);
         let mut huge = false;
         match sys::pagemap_scan(pagemap.as_fd(), all, false, |_, is_huge| huge |= is_huge) {
             Ok(()) if huge => return Ok(Some(memory)),

@@ -312,32 +312,18 @@ pub fn cold(range: Range) -> Result<()> {
     advise(range, libc::MADV_COLD)
 }
 
-/// Pages a range out to swap, where there is any.
-pub fn page_out(range: Range) -> Result<()> {
-    advise(range, libc::MADV_PAGEOUT)
-}
-
 /// Whether this process gets no transparent huge pages (`PR_SET_THP_DISABLE`).
 pub fn huge_pages_are_off() -> bool {
     // SAFETY: asks for a flag; reads and writes no memory.
     unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) == 1 }
 }
 
-/// Makes huge pages of a range now (6.1 on).
-pub fn collapse(range: Range) -> Result<()> {
-    advise(range, libc::MADV_COLLAPSE)
-}
-
-/// Takes a range out of KSM and breaks what is merged of it; its contents stay.
-pub fn unmergeable(range: Range) -> Result<()> {
-    advise(range, libc::MADV_UNMERGEABLE)
-}
-
 pub fn mergeable(range: Range) -> Result<()> {
     advise(range, libc::MADV_MERGEABLE)
 }
 
-fn advise(range: Range, advice: c_int) -> Result<()> {
+/// Gives the kernel advice about a range.
+pub(crate) fn advise(range: Range, advice: c_int) -> Result<()> {
     // SAFETY: Rust holds no reference into guest RAM, which is all that this is
     // called for; an unmapped range is an error.
     unsafe { madvise_itself(range.start as *mut _, range.len as usize, advice) }.map(drop)
