@@ -55,10 +55,8 @@ struct Attached {
     open: Open,
     work: Work,
     devices: Devices,
-    firmware: Firmware,
     /// RAM can be protected: it is registered, and closed to KSM.
     registered: bool,
-    observe: bool,
     /// What breaking merges may take below the limits of the VM's cgroups, if there are any.
     room: Option<Bytes>,
     /// RAM could not be closed to KSM, for want of memory.
@@ -167,22 +165,19 @@ impl Agent {
                 Ok(Answer::Done)
             }
             Command::Advise(want) => {
-                let vm = self.attached()?;
-                if vm.observe {
-                    return Err(refuse(Refused::NotReady, "this VM is only observed"));
-                }
+                let vm = self.changeable()?;
                 let done = vm.open.set(&vm.ram, want, &mut vm.room);
                 let no = |why| refuse(Refused::System, why);
                 done.map(|open| Answer::Advised { open }).map_err(no)
             }
             Command::Hashes => {
-                let faults = self.faults;
                 let vm = self.attached()?;
                 let no = |why: String| refuse(Refused::System, why);
                 let socket = descriptor.ok_or_else(|| no("the socket did not arrive".into()))?;
                 // Not the guard: its userfaultfd must end when the VM is released.
                 let (ram, recycling) = (Arc::clone(&vm.ram), Arc::clone(&vm.recycling));
                 vm.hasher = None;
+                let faults = vm.tracker.faults;
                 vm.hasher = Some(Hasher::start(socket, ram, recycling, faults).map_err(no)?);
                 vm.tell_map();
                 Ok(Answer::Done)
@@ -218,17 +213,23 @@ impl Agent {
         }
     }
 
+    /// The VM, if anything may be done to its memory.
+    fn changeable(&mut self) -> Result<&mut Attached, Refusal> {
+        let vm = self.attached()?;
+        match vm.tracker.observe {
+            true => Err(refuse(Refused::NotReady, "this VM is only observed")),
+            false => Ok(vm),
+        }
+    }
+
     fn attach(&mut self, attach: &Attach, device: Option<OwnedFd>) -> Result<Answer, Refusal> {
         self.detach();
-        match (attach.descriptor, &device) {
-            (true, None) => {
-                return Err(refuse(Refused::Request, "the descriptor did not arrive"));
-            }
-            (false, Some(_)) => {
-                let text = "a descriptor came that the request does not name: it was closed";
-                return Err(refuse(Refused::Request, text));
-            }
-            _ => {}
+        if attach.descriptor != device.is_some() {
+            let text = match device {
+                None => "the descriptor did not arrive",
+                Some(_) => "a descriptor came that the request does not name: it was closed",
+            };
+            return Err(refuse(Refused::Request, text));
         }
         match self.attachment(attach, device.as_ref().map(AsFd::as_fd)) {
             Ok(vm) => {
@@ -261,8 +262,7 @@ impl Agent {
         if !objections.is_empty() {
             return Err(aside(objections.join("; ")));
         }
-        let uffd = Uffd::open(device, !self.faults.no_unpopulated());
-        let uffd = uffd.map_err(aside)?;
+        let uffd = Uffd::open(device, !self.faults.no_unpopulated()).map_err(aside)?;
         if !self.faults.no_self_test() && !attach.observe {
             selftest::keeps_protection(&uffd).map_err(|failed| match failed {
                 Failed::Loses(why) => aside(why),
@@ -293,7 +293,7 @@ impl Agent {
             let (why, passes) = (self.aside.clone(), self.aside.is_some() && self.passes);
             return Status { state, why, passes, ..Status::default() };
         };
-        let free = vm.recycler(self.faults).ok().and_then(|r| r.free(held));
+        let free = vm.recycler().ok().and_then(|r| r.free(held));
         let (state, why) = vm.tracker.state();
         Status {
             state,
@@ -318,21 +318,17 @@ impl Agent {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Answer, Refusal> {
         self.step();
-        let faults = self.faults;
         if let Err(why) = self.attached()?.keep_closed(Instant::now(), true) {
             self.stand_aside(&why, false);
         }
-        let vm = self.attached()?;
-        if vm.observe {
-            return Err(refuse(Refused::NotReady, "this VM is only observed"));
-        }
-        if vm.devices.unclear().is_some() && !faults.no_devices() {
+        let vm = self.changeable()?;
+        if vm.devices.unclear().is_some() && !vm.tracker.faults.no_devices() {
             let why = "a socket was opened beside shared RAM: the daemon has to look first";
             return Err(refuse(Refused::NotReady, why));
         }
-        vm.close_free(want, faults)?;
+        vm.close_free(want)?;
         let (recycling, limit) = (Arc::clone(&vm.recycling), vm.window_limit);
-        let mut recycler = vm.recycler(faults)?;
+        let mut recycler = vm.recycler()?;
         recycling.store(true, SeqCst);
         let done = recycler.run(want, interrupt);
         recycling.store(false, SeqCst);
@@ -357,11 +353,9 @@ impl Agent {
 
     fn mark(&mut self) -> Result<Answer, Refusal> {
         self.step();
-        let faults = self.faults;
         let vm = self.attached()?;
-        let recycler = vm.recycler(faults)?;
         let gone = || refuse(Refused::System, "the map cannot be read");
-        vm.work.marks = recycler.mark().ok_or_else(gone)?;
+        vm.work.marks = vm.recycler()?.mark().ok_or_else(gone)?;
         Ok(Answer::Marked)
     }
 
@@ -414,9 +408,7 @@ impl Attached {
             open,
             work: Work::default(),
             devices,
-            firmware: attach.firmware,
             registered: false,
-            observe: attach.observe,
             room: attach.room,
             lacks_room: false,
             window_limit: Some(limit).filter(|l| !l.is_zero()),
@@ -430,7 +422,7 @@ impl Attached {
     fn step(&mut self, now: Instant) -> Result<(), String> {
         let (ram, guard, open, room) = (&self.ram, &self.guard, &self.open, self.room);
         // What is merged is to stay so, as long as nothing has to be protected.
-        let gently = !open.is_empty() || !self.registered;
+        let gently = !open.ranges.is_empty() || !self.registered;
         let (registered, lacks_room) = (&mut self.registered, &mut self.lacks_room);
         let mut prepare = || {
             if !std::mem::replace(registered, true) {
@@ -440,7 +432,7 @@ impl Attached {
                     *lacks_room = blocked.passes;
                     blocked.why
                 })?;
-                register(ram, guard.uffd())?;
+                register(ram, &guard.uffd)?;
             }
             Ok(())
         };
@@ -448,8 +440,8 @@ impl Attached {
         self.tracker.step(&mut sight, now)?;
         if self.registered && self.tracker.lost_for(now).is_some_and(|lost| lost > LOST_LONG) {
             self.registered = false;
-            for p in self.ram.pieces() {
-                let _ = self.guard.uffd().unregister(Range { start: p.hva, len: p.size });
+            for p in &self.ram.pieces {
+                let _ = self.guard.uffd.unregister(Range { start: p.hva, len: p.size });
             }
         }
         Ok(())
@@ -461,7 +453,7 @@ impl Attached {
         if !self.registered {
             return Ok(());
         }
-        let soon = recycled || self.open.count() <= FEW;
+        let soon = recycled || self.open.ranges.len() <= FEW;
         if now - self.closed_at < if soon { ASIDE_EVERY } else { REST_EVERY } {
             return self.open.keep_tripwires_out(&self.ram);
         }
@@ -471,16 +463,16 @@ impl Attached {
 
     /// Closes what is free in ranges that are open to KSM, so that it can be given back. Where that
     /// cannot be, it stays open.
-    fn close_free(&mut self, want: &Recycle, faults: Faults) -> Result<(), Refusal> {
-        if self.open.is_empty() {
+    fn close_free(&mut self, want: &Recycle) -> Result<(), Refusal> {
+        if self.open.ranges.is_empty() {
             return Ok(());
         }
         if want.room_to_close() < Bytes::pages(LEAST_CLOSED as u64) {
             self.open.keep_free();
             return Ok(());
         }
-        let free = self.recycler(faults)?.free_and_open(want);
-        self.open.close_free(free, faults);
+        let free = self.recycler()?.free_and_open(want);
+        self.open.close_free(free, self.tracker.faults);
         Ok(())
     }
 
@@ -496,7 +488,7 @@ impl Attached {
         refuse(Refused::NotReady, format!("{state:?}").to_lowercase() + &why)
     }
 
-    fn recycler(&mut self, faults: Faults) -> Result<Recycler<'_>, Refusal> {
+    fn recycler(&mut self) -> Result<Recycler<'_>, Refusal> {
         let beat = self.tracker.beat();
         let Some(live) = self.tracker.ready() else { return Err(self.not_ready()) };
         Ok(Recycler {
@@ -507,15 +499,15 @@ impl Attached {
             work: &mut self.work,
             devices: &mut self.devices,
             beat,
-            early: self.firmware.early(),
+            early: self.tracker.firmware.early(),
             found: None,
-            faults,
+            faults: self.tracker.faults,
         })
     }
 
     fn counters(&self) -> Counters {
         let (faults, trips) = self.guard.counts();
-        Counters { faults, trips, challenges: self.tracker.challenges(), ..self.work.counters }
+        Counters { faults, trips, challenges: self.tracker.challenges, ..self.work.counters }
     }
 }
 
@@ -536,7 +528,7 @@ fn objections(attach: &Attach, ram: &Ram) -> Vec<String> {
 
 /// Pages of it can be protected from now on.
 fn register(ram: &Ram, uffd: &Uffd) -> Result<(), String> {
-    for p in ram.pieces() {
+    for p in &ram.pieces {
         uffd.register(Range { start: p.hva, len: p.size }).map_err(|e| match e.raw_os_error() {
             Some(libc::EBUSY) => {
                 "another userfaultfd guards this RAM (postcopy, background snapshot)".into()

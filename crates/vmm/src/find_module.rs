@@ -86,13 +86,13 @@ enum At {
 pub struct Tracker {
     at: At,
     why: Option<String>,
-    challenges: u64,
+    pub challenges: u64,
     running: bool,
-    firmware: Firmware,
-    observe: bool,
+    pub firmware: Firmware,
+    pub observe: bool,
     /// Since when nothing is known.
     lost_at: Instant,
-    faults: Faults,
+    pub faults: Faults,
 }
 
 /// What [`Tracker::step`] works with.
@@ -160,10 +160,6 @@ impl Tracker {
             At::Ready(live) if !live.silent && live.state == GuestState::Running => Some(live),
             _ => None,
         }
-    }
-
-    pub fn challenges(&self) -> u64 {
-        self.challenges
     }
 
     pub fn state(&self) -> (AgentState, Option<String>) {
@@ -388,7 +384,7 @@ fn collect(ram: &Ram, header: &Header) -> Result<Layout, Bad> {
         ram.read(gpa, &mut page)?;
         Some(page)
     };
-    let layout = Layout::collect(header, ram.ranges(), read)?;
+    let layout = Layout::collect(header, &ram.ranges, read)?;
     let mut bytes = [0u8; HEADER_BYTES];
     ram.read(header.gpa, &mut bytes).ok_or(Bad::Outside("the header"))?;
     match LivePart::parse(&bytes).generation == layout.generation {

@@ -66,7 +66,7 @@ pub fn leave_ksm(ram: &Ram, open: &Open, below: Option<Bytes>) -> Result<(), Blo
 
 /// Anonymous RAM; pieces that adjoin in this process are one range, as the scanner sees them.
 fn anonymous(ram: &Ram) -> Vec<Range> {
-    let pieces = ram.pieces().iter().filter(|p| matches!(p.kind, Kind::Anonymous));
+    let pieces = ram.pieces.iter().filter(|p| matches!(p.kind, Kind::Anonymous));
     let mut ranges: Vec<Range> = pieces.map(|p| Range { start: p.hva, len: p.size }).collect();
     ranges.sort_unstable_by_key(|r| r.start);
     let mut joined = Vec::new();
@@ -90,7 +90,7 @@ fn close(ranges: &[Range]) -> Result<(), String> {
 /// What is open to KSM: ranges of anonymous RAM, sorted and apart.
 #[derive(Debug, Default)]
 pub struct Open {
-    ranges: Vec<Range>,
+    pub ranges: Vec<Range>,
     /// When what was free in them could not be closed.
     kept: Option<Instant>,
 }
@@ -181,14 +181,6 @@ impl Open {
         close(&never_open(ram))
     }
 
-    pub fn count(&self) -> usize {
-        self.ranges.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.ranges.is_empty()
-    }
-
     /// Those of these bits that are open.
     pub fn of(&self, part: &Part, bits: &Bits) -> Bits {
         let (mut closed, mut open) = (*bits, *bits);
@@ -245,7 +237,7 @@ fn check(ram: &Ram, want: &[Range]) -> Result<Vec<Range>, String> {
 fn never_open(ram: &Ram) -> Vec<Range> {
     let here =
         |(gpa, end): &(u64, u64)| Some(Range { start: ram.hva(*gpa, end - gpa)?, len: end - gpa });
-    if !ram.pieces().first().is_some_and(|p| matches!(p.kind, Kind::Anonymous)) {
+    if !ram.pieces.first().is_some_and(|p| matches!(p.kind, Kind::Anonymous)) {
         return Vec::new();
     }
     NEVER_OPEN.iter().filter_map(here).collect()

@@ -67,8 +67,10 @@ pub type Bits = [u64; MAP_WORDS];
 
 #[derive(Debug)]
 pub struct Ram {
-    pieces: Vec<Piece>,
-    ranges: Vec<Range>,
+    /// By guest-physical address.
+    pub pieces: Vec<Piece>,
+    /// Their guest-physical addresses.
+    pub ranges: Vec<Range>,
     pagemap: Option<File>,
     memory: Option<File>,
     pidfd: Option<OwnedFd>,
@@ -94,15 +96,6 @@ impl Ram {
         let ranges = pieces.iter().map(|p| Range { start: p.gpa, len: p.size }).collect();
         let memory = File::open("/proc/self/mem").ok();
         Ok(Ram { pieces, ranges, pagemap: pagemap(), memory, pidfd: sys::discard_all_probe() })
-    }
-
-    /// All pieces, by guest-physical address.
-    pub fn pieces(&self) -> &[Piece] {
-        &self.pieces
-    }
-
-    pub fn ranges(&self) -> &[Range] {
-        &self.ranges
     }
 
     /// Whether some of it is anonymous.
