@@ -335,27 +335,15 @@ impl Memory {
         (at.since(when) < NOTIFIED_LIFE_MS).then_some(state)
     }
 
-    /// State and urgency of a limit at the last tick.
-    pub fn judged(&self, limit: &str) -> (Pressure, f64) {
-        match self.limits.iter().find(|l| l.name == limit) {
-            Some(l) => (l.state, l.urgency),
-            None if self.was_the_only_one(limit) => (self.state, self.urgency),
-            None => Default::default(),
+    /// State and urgency of a limit at the last tick, and what others than VMs used of it lately;
+    /// `None`: it is new.
+    pub fn past(&self, limit: &str) -> Option<(Pressure, f64, &Recent)> {
+        if let Some(l) = self.limits.iter().find(|l| l.name == limit) {
+            return Some((l.state, l.urgency, &l.others));
         }
-    }
-
-    /// What others than VMs used lately of a limit.
-    pub fn others_under(&self, limit: &str) -> Option<&Recent> {
-        match self.limits.iter().find(|l| l.name == limit) {
-            Some(l) => Some(&l.others),
-            None => self.was_the_only_one(limit).then_some(&self.others),
-        }
-    }
-
-    /// Whether there was no other limit at the last tick. One that is new has no past.
-    fn was_the_only_one(&self, limit: &str) -> bool {
         let was = &self.others_of.0;
-        self.limits.is_empty() && (was.is_empty() || was == limit)
+        let only_one = self.limits.is_empty() && (was.is_empty() || was == limit);
+        only_one.then_some((self.state, self.urgency, &self.others))
     }
 
     /// Takes in the limits, and what others than VMs use of each, where it is known.

@@ -194,7 +194,8 @@ impl HostModel {
                 // A v1 cgroup has no PSI of its own.
                 notified: memory.notified_at(sample.at).filter(|_| tells && psi.is_none()),
             };
-            limit.judge(&stall, memory.judged(&limit.name), dt_ms);
+            let before = memory.past(&limit.name).map(|(state, urgency, _)| (state, urgency));
+            limit.judge(&stall, before.unwrap_or_default(), dt_ms);
         }
         host.limits = limits.into_iter().map(|(limit, _)| limit).collect();
         host.known = true;

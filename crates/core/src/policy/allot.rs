@@ -276,7 +276,7 @@ pub(super) fn allot(
     let (with_swap, without) = CACHE_PART;
     let swaps = host.swap_left >= host.reserve.share(with_swap);
     let (most, least) = if swaps { (with_swap, HOST_LEAST.0) } else { (without, HOST_LEAST.1) };
-    let (others, lately) = (model.others(), memory.others_under(&host.name));
+    let (others, lately) = (model.others(), memory.past(&host.name).map(|past| past.2));
     // What others than VMs needed lately they are likely to need again.
     let keep_at = |level: Level| {
         let part = match level.host {
