@@ -72,16 +72,10 @@ impl Trust {
     }
 }
 
-/// What the balloon and VMM settings add to a guest's statistics.
-pub(super) struct BalloonSetup {
-    pub ram: Bytes,
-    pub actual: Bytes,
-    pub deflate_on_oom: bool,
-}
-
 impl GuestModel {
     pub(super) fn new(
-        balloon: &BalloonSetup,
+        (ram, actual): (Bytes, Bytes),
+        deflate_on_oom: bool,
         stats: &GuestStats,
         m: &VmMemory,
         rates: Option<GuestRates>,
@@ -89,7 +83,6 @@ impl GuestModel {
         if stats.age_ms > STALE_MS {
             return None;
         }
-        let BalloonSetup { ram, actual, deflate_on_oom } = *balloon;
         // MemAvailable where the guest tells it (Linux 4.6+), else what is free.
         // No guest has more available than its size.
         let said = stats.available.or(stats.free)?.min(actual);
@@ -267,10 +260,7 @@ mod tests {
     use super::*;
     use crate::sample::{AgentSample, BalloonSample, ProcessMemory};
     use crate::state::{Doubt, Hot};
-
-    fn balloon(deflate_on_oom: bool) -> BalloonSetup {
-        BalloonSetup { ram: Bytes::gib(1), actual: Bytes::gib(1), deflate_on_oom }
-    }
+    use crate::wire::AgentState;
 
     fn stats(available_mib: u64) -> GuestStats {
         GuestStats { available: Some(Bytes::mib(available_mib)), ..GuestStats::default() }
@@ -281,13 +271,13 @@ mod tests {
         let ram = Bytes::gib(1);
         let lie = GuestStats { available: Some(Bytes(u64::MAX)), ..GuestStats::default() };
         let new = VmMemory::default();
-        let g = GuestModel::new(&balloon(true), &lie, &new, None).unwrap();
+        let g = GuestModel::new(GIB, true, &lie, &new, None).unwrap();
         assert_eq!((g.available, g.need), (ram, Bytes::ZERO));
-        let careful = GuestModel::new(&balloon(false), &lie, &new, None).unwrap();
+        let careful = GuestModel::new(GIB, false, &lie, &new, None).unwrap();
         assert!(careful.buffer > g.buffer.share(2.0), "it cannot deflate itself");
         let stale = GuestStats { age_ms: STALE_MS + 1, ..lie };
-        assert_eq!(GuestModel::new(&balloon(true), &stale, &new, None), None);
-        assert_eq!(GuestModel::new(&balloon(true), &GuestStats::default(), &new, None), None);
+        assert_eq!(GuestModel::new(GIB, true, &stale, &new, None), None);
+        assert_eq!(GuestModel::new(GIB, true, &GuestStats::default(), &new, None), None);
     }
 
     #[test]
@@ -298,7 +288,7 @@ mod tests {
             ..VmMemory::default()
         };
         let set = |mib| {
-            let g = GuestModel::new(&balloon(true), &stats, &hot(mib), None).unwrap();
+            let g = GuestModel::new(GIB, true, &stats, &hot(mib), None).unwrap();
             (g.working_set.0 >> 20, g.idle.0 >> 20)
         };
         assert_eq!(set(0), (424, 600));
