@@ -23,17 +23,10 @@ use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::cold::Cold;
-pub use self::contact::{Contact, SILENT_MS};
-pub use self::growth::{Fastest, Growth};
-pub use self::ledger::{FOREIGN_MS, Ledger, Move};
-pub use self::rates::GuestRates;
-pub use self::recent::Recent;
-pub use self::recycle::{Batch, Left, RecycleMemory, RecycleOrdered, Whole};
-pub use self::sizes::Sizes;
-pub use self::vm::*;
-pub use self::yields::Yields;
-pub use self::zeros::ZeroMemory;
+pub use self::{
+    cold::*, contact::*, growth::*, ledger::*, rates::*, recent::*, recycle::*, sizes::*, vm::*,
+    yields::*, zeros::*,
+};
 use crate::model::{Limit, Model, Pressure};
 use crate::plan::{Action, MergeWish, Outcome, Plan, Stage};
 use crate::policy::Decided;
