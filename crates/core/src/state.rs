@@ -451,11 +451,10 @@ impl Memory {
             });
             let m = self.vm_mut(order.vm);
             m.recycle.ordered = ordered.or(m.recycle.ordered);
-            let whole = order.recycle.is_some_and(|r| !r.marked && r.is_whole());
-            if whole {
+            if let Some(job) = order.recycle.filter(|r| !r.marked && r.is_whole()) {
+                let (was, most) = (m.recycle.whole, job.max_bytes);
                 let free = vm.and_then(|vm| vm.agent.as_ref()?.free).unwrap_or_default();
-                let most = order.recycle.and_then(|r| r.max_bytes);
-                m.recycle.whole = Some(Whole::ordered(m.recycle.whole, model.at, free, most));
+                m.recycle.whole = Some(Whole::ordered(was, model.at, free, most));
             } else {
                 m.recycle.marked = order.mark.then_some(model.at);
             }

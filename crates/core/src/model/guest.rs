@@ -9,10 +9,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::sample::{GuestStats, Link, VmSample};
+use crate::sample::{GuestStats, VmSample};
 use crate::state::{GuestRates, VmMemory};
 use crate::units::{Bytes, PAGE};
-use crate::wire::AgentState;
 
 /// Statistics older than this are not believed, milliseconds. QEMU is told to ask
 /// each second; a guest that misses four hangs, or has no working driver.
@@ -174,7 +173,7 @@ pub(crate) fn implausible(
     if available + ram.share(LEAST_NEED) > most {
         return Some(format!("{available} available of {most}: no kernel can do with the rest"));
     }
-    let map = vm.agent.as_ref().filter(|a| a.link == Link::Up && a.state == AgentState::Ready);
+    let map = vm.agent.as_ref().filter(|a| a.is_ready());
     // The balloon's numbers are up to a second older than the map.
     let apart = if stats.refaults.is_some() { slack } else { slack + slack };
     if let (Some(free), Some(in_map)) = (stats.free, map.and_then(|a| a.free))
@@ -258,7 +257,7 @@ pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sample::{AgentSample, BalloonSample, ProcessMemory};
+    use crate::sample::{AgentSample, BalloonSample, Link, ProcessMemory};
     use crate::state::{Doubt, Hot};
     use crate::wire::AgentState;
 

@@ -199,10 +199,8 @@ impl HostModel {
         }
         host.limits = limits.into_iter().map(|(limit, _)| limit).collect();
         host.known = true;
-        let offload_room = host.offload_room;
-        let tightest = tightest(&host.limits).map(|l| l.name.clone());
-        host.aim(host.limits.iter().position(|l| Some(&l.name) == tightest.as_ref()).unwrap_or(0));
-        HostModel { offload_room, ..host }
+        host.shown = tightest(&host.limits).cloned().unwrap_or_default();
+        host
     }
 
     /// Shows this limit as the host.

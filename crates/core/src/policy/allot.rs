@@ -299,10 +299,7 @@ pub(super) fn allot(
     // What is left of it goes the same way to what comes next.
     let next = Level::of((fits + 1).min(TIMES + COMFORTS));
     let (now, then) = (need(level), need(next));
-    let part = match then > now {
-        true => (all - now).fraction_of(then - now).min(1.0),
-        false => 1.0,
-    };
+    let part = if then > now { (all - now).fraction_of(then - now).min(1.0) } else { 1.0 };
     let between = |short: Bytes, long: Bytes| short + (long - short).share(part);
     let mut parts = vec![None; model.vms.len()];
     for c in &claims {

@@ -84,12 +84,11 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[By
         // What guests are not to be asked for is still missing: later stages may have it.
         done.under.push(deferred + lacks(allot.shortage.max(shown.shortage)));
         let short = deferred + lacks(allot.shortage);
+        let has_some = short == Bytes::ZERO && host.known;
+        surplus.push((limit, if has_some { surplus_of(model, allot) } else { Bytes::ZERO }));
         if short == Bytes::ZERO {
-            let spare = if host.known { surplus_of(model, allot) } else { Bytes::ZERO };
-            surplus.push((limit, spare));
             continue;
         }
-        surplus.push((limit, Bytes::ZERO));
         let found = below(model, above) + below(model, &done.expected);
         let asked = Missing {
             all: short - found,
@@ -113,13 +112,9 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[By
     grow(model, memory, &surplus, &mut verdicts);
     done.deferred = view.total(&deferred);
     done.missing = view.total(&done.under);
-    done.verdicts = verdicts
-        .into_iter()
-        .zip(&model.vms)
-        .map(|(v, vm)| {
-            v.unwrap_or_else(|| Verdict::Hold(nothing_to_do(model, vm, of(vm), &allots)))
-        })
-        .collect();
+    let nothing = |vm| Verdict::Hold(nothing_to_do(model, vm, of(vm), &allots));
+    let all = verdicts.into_iter().zip(&model.vms);
+    done.verdicts = all.map(|(verdict, vm)| verdict.unwrap_or_else(|| nothing(vm))).collect();
     done
 }
 

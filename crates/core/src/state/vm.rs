@@ -156,8 +156,7 @@ impl VmMemory {
         }
         self.follow_start(at, first, vm);
         self.follow_facts(at, vm);
-        let reset = vm.events.contains(&VmEvent::Reset);
-        if reset {
+        if vm.events.contains(&VmEvent::Reset) {
             self.forget_guest(at, wall_s);
         }
         self.follow_reboot(at, wall_s, vm);

@@ -73,8 +73,7 @@ pub enum Bad {
     TooMany(&'static str),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestState {
     /// First scan: do not use.
     Starting,
@@ -127,8 +126,6 @@ pub struct Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LivePart {
     pub state: GuestState,
-    /// Why it is not [`GuestState::Running`].
-    pub reason: u32,
     /// Longest time between two beats of a running guest, 1 to [`TICK_MS_MAX`].
     pub tick_ms: u32,
     /// Sign of life.
@@ -181,7 +178,6 @@ impl LivePart {
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> LivePart {
         LivePart {
             state: GuestState::from_word(u32_at(bytes, 128)),
-            reason: u32_at(bytes, 132),
             tick_ms: u32_at(bytes, 136).clamp(1, TICK_MS_MAX),
             beat: u64_at(bytes, 192),
             beat_check: u64_at(bytes, 200),
