@@ -378,7 +378,7 @@ fn collect(ram: &Ram, header: &Header) -> Result<Layout, Bad> {
     };
     let layout = Layout::collect(header, &ram.ranges, read)?;
     let mut bytes = [0u8; HEADER_BYTES];
-    ram.read(header.gpa, &mut bytes).ok_or(Bad::Outside("the header"))?;
+    ram.read(header.gpa, &mut bytes).ok_or(Bad::Wrong("the header outside of RAM"))?;
     match LivePart::parse(&bytes).generation == layout.generation {
         true => Ok(layout),
         false => Err(Bad::Changing),
