@@ -59,8 +59,6 @@ struct Attached {
     registered: bool,
     /// What breaking merges may take below the limits of the VM's cgroups, if there are any.
     room: Option<Bytes>,
-    /// RAM could not be closed to KSM, for want of memory.
-    lacks_room: bool,
     /// Windows longer than this have the agent stand aside.
     window_limit: Option<Duration>,
     aside_at: Instant,
@@ -73,9 +71,7 @@ pub struct Agent {
     vm: Option<Attached>,
     /// What was open to KSM when the VM was released: it is still, and merged.
     kept: Open,
-    aside: Option<String>,
-    /// That may pass.
-    passes: bool,
+    aside: Option<Blocked>,
     faults: Faults,
 }
 
@@ -115,24 +111,22 @@ impl Agent {
         }
         let now = Instant::now();
         let mut found = vm.step(now).err();
-        let mut passes = vm.lacks_room;
         vm.tell_map();
-        let mut device = None;
         if found.is_none() && now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
-            found = vm.keep_closed(now, false).err();
-            device = vm.devices.look();
+            let opened = vm.keep_closed(now, false).err().map(Blocked::from);
+            let device = vm.devices.look().map(|why| Blocked { why, passes: true });
+            found = device.or(opened);
         }
-        passes |= device.is_some();
-        if let Some(why) = device.or(found) {
-            self.stand_aside(&why, passes);
+        if let Some(by) = found {
+            self.stand_aside(&by.why, by.passes);
         }
     }
 
     /// `passes`: the reason may, and the daemon is to try again.
     fn stand_aside(&mut self, why: &str, passes: bool) {
         self.let_go();
-        (self.aside, self.passes) = (Some(clip(why)), passes);
+        self.aside = Some(Blocked { why: clip(why), passes });
     }
 
     /// Does what is asked. `descriptor` came with the request; `interrupt` says
@@ -208,7 +202,7 @@ impl Agent {
     fn attached(&mut self) -> Result<&mut Attached, Refusal> {
         match (&mut self.vm, &self.aside) {
             (Some(vm), _) => Ok(vm),
-            (None, Some(why)) => Err(refuse(Refused::Aside, why)),
+            (None, Some(by)) => Err(refuse(Refused::Aside, &by.why)),
             (None, None) => Err(refuse(Refused::NotReady, "no RAM was handed over: attach first")),
         }
     }
@@ -289,9 +283,9 @@ impl Agent {
     fn status(&mut self, held: bool) -> Status {
         self.step();
         let Some(vm) = &mut self.vm else {
-            let state = if self.aside.is_some() { AgentState::Aside } else { AgentState::Idle };
-            let (why, passes) = (self.aside.clone(), self.aside.is_some() && self.passes);
-            return Status { state, why, passes, ..Status::default() };
+            let Some(by) = &self.aside else { return Status::default() };
+            let (why, passes) = (Some(by.why.clone()), by.passes);
+            return Status { state: AgentState::Aside, why, passes, ..Status::default() };
         };
         let free = vm.recycler().ok().and_then(|r| r.free(held));
         let (state, why) = vm.tracker.state();
@@ -410,7 +404,6 @@ impl Attached {
             devices,
             registered: false,
             room: attach.room,
-            lacks_room: false,
             window_limit: Some(limit).filter(|l| !l.is_zero()),
             aside_at: Instant::now() + ASIDE_EVERY,
             closed_at: Instant::now(),
@@ -419,19 +412,15 @@ impl Attached {
 
     /// Looks for the guest's header and at it. RAM is registered when something is to be
     /// protected, and no longer than that.
-    fn step(&mut self, now: Instant) -> Result<(), String> {
+    fn step(&mut self, now: Instant) -> Result<(), Blocked> {
         let (ram, guard, open, room) = (&self.ram, &self.guard, &self.open, self.room);
         // What is merged is to stay so, as long as nothing has to be protected.
         let gently = !open.ranges.is_empty() || !self.registered;
-        let (registered, lacks_room) = (&mut self.registered, &mut self.lacks_room);
+        let registered = &mut self.registered;
         let mut prepare = || {
             if !std::mem::replace(registered, true) {
                 // Before anything is protected: merging would lift the protection.
-                let closed = ksm_ranges::leave_ksm(ram, open, room);
-                closed.map_err(|blocked| {
-                    *lacks_room = blocked.passes;
-                    blocked.why
-                })?;
+                ksm_ranges::leave_ksm(ram, open, room)?;
                 register(ram, &guard.uffd)?;
             }
             Ok(())

@@ -26,6 +26,7 @@ use ebb_core::wire::{AgentState, Module};
 
 use crate::faults::Faults;
 use crate::guard::Guard;
+use crate::ksm_ranges::Blocked;
 use crate::ram::{Bits, Ram};
 use crate::sys::{self, Range};
 
@@ -103,7 +104,7 @@ pub struct Sight<'a> {
     pub gently: bool,
     /// Makes protection possible: called before the first page is protected. An error is a
     /// reason to leave the VM alone.
-    pub prepare: &'a mut dyn FnMut() -> Result<(), String>,
+    pub prepare: &'a mut dyn FnMut() -> Result<(), Blocked>,
 }
 
 impl Tracker {
@@ -204,7 +205,7 @@ impl Tracker {
 
     /// Looks, and goes on to the next state where it can. The error is a reason to leave
     /// the VM alone.
-    pub fn step(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), String> {
+    pub fn step(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), Blocked> {
         let (ram, guard) = (sight.ram, sight.guard);
         // What tripped stays tripped until it is armed anew, for the next challenge.
         let relied = matches!(self.at, At::Challenged { .. } | At::Ready(_));
@@ -265,7 +266,7 @@ impl Tracker {
         sight: &mut Sight<'_>,
         header: Header,
         now: Instant,
-    ) -> Result<(), String> {
+    ) -> Result<(), Blocked> {
         let (ram, guard) = (sight.ram, sight.guard);
         (sight.prepare)()?;
         let no_number = |e| format!("the kernel gives no random number: {e}");
@@ -321,7 +322,7 @@ impl Tracker {
     }
 
     /// A header that answered: the same, alive, with the map we know?
-    fn look(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), String> {
+    fn look(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), Blocked> {
         let (ram, guard) = (sight.ram, sight.guard);
         let At::Ready(live) = &mut self.at else { return Ok(()) };
         let Some(fresh) = read_again(ram, &live.header) else {
