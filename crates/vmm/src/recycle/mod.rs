@@ -109,9 +109,8 @@ const BELOW_1M: [std::ops::Range<u64>; 2] = [0x30..0x50, 0xa0..0x100];
 enum Stop {
     /// As much was taken as was asked for.
     Enough,
+    /// No window may be opened any more: time is up, or something more urgent waits.
     Late,
-    /// No window may be opened any more.
-    Interrupted,
     /// Nothing more may be discarded in this call: the map is in doubt, a device or socket was
     /// opened, or a system call failed.
     Doubt,
@@ -213,7 +212,7 @@ impl Recycler<'_> {
         }
         match self.flush(call) {
             Ok(()) => None,
-            Err(Stop::Late | Stop::Interrupted) if call.batch.runs.is_empty() => None,
+            Err(Stop::Late) if call.batch.runs.is_empty() => None,
             Err(_) => Some(last),
         }
     }
@@ -352,10 +351,8 @@ impl Recycler<'_> {
         let taken = self.one_window(&batch, call);
         call.batch = batch;
         call.batch.done(taken?);
-        if (call.interrupt)() {
-            return Err(Stop::Interrupted);
-        }
-        if Instant::now() >= call.until { Err(Stop::Late) } else { Ok(()) }
+        let late = (call.interrupt)() || Instant::now() >= call.until;
+        if late { Err(Stop::Late) } else { Ok(()) }
     }
 
     /// Takes runs of a batch, as many as fit; gives their number.
