@@ -82,10 +82,8 @@ impl Ram {
         let maps = std::fs::read_to_string("/proc/self/maps")
             .map_err(|e| format!("cannot read /proc/self/maps: {e}"))?;
         let maps = parse_maps(&maps);
-        let mut pieces = Vec::new();
-        for s in segments {
-            pieces.push(check_segment(s, &maps)?);
-        }
+        let pieces = segments.iter().map(|s| check_segment(s, &maps));
+        let mut pieces: Vec<Piece> = pieces.collect::<Result<_, _>>()?;
         pieces.sort_by_key(|p| p.gpa);
         if pieces.windows(2).any(|w| w[0].gpa + w[0].size > w[1].gpa) {
             return Err("segments of RAM overlap".into());

@@ -11,6 +11,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use ebb_core::wire::abi::PAGE;
 
@@ -62,11 +63,8 @@ fn check(uffd: &Uffd, disturb: &mut dyn FnMut(&Mapping)) -> Result<(), Failed> {
             Err(e) => return Err(unknown("MADV_PAGEOUT")(e)),
         }
         // Reading brings it back.
-        let words = memory.words();
-        let sum = |n: u64, page: &[std::sync::atomic::AtomicU64]| {
-            n | page[0].load(std::sync::atomic::Ordering::Relaxed)
-        };
-        if words.chunks(PAGE as usize / 8).fold(0, sum) != 0 {
+        let is_zero = |page: &[AtomicU64]| page[0].load(Relaxed) == 0;
+        if !memory.words().chunks(PAGE as usize / 8).all(is_zero) {
             return Err(Failed::Loses("a page came back from swap as another".into()));
         }
         whole(&pagemap, all, "it is read again")
