@@ -14,7 +14,7 @@ use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Progress, Standing, VmMode
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Level, Part, want, weight};
-use crate::policy::give::{Fund, Grant, LAST, Wish, grant};
+use crate::policy::give::{Fund, LAST, Wish, grant};
 use crate::policy::limits::{View, below, least_parts};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
@@ -332,8 +332,7 @@ fn relieve(
         if (starves || host_starves) && left.all <= wish.from && has_part(*i, wish) {
             continue;
         }
-        let g = Grant { to: left.all, deferred: wish.due - left.all };
-        verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, g));
+        verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, left.all));
     }
     deferred
 }
@@ -350,9 +349,10 @@ fn spoken_for(vm: &VmModel) -> Bytes {
     }
 }
 
-fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
-    let to = round_up(g.to).min(wish.all).max(wish.from);
-    let waits = match g.deferred {
+/// `size`: what it is granted.
+fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, size: Bytes) -> Verdict {
+    let to = round_up(size).min(wish.all).max(wish.from);
+    let waits = match wish.due - size {
         Bytes(0) => String::new(),
         d => format!("; {d} more when others have freed it"),
     };
