@@ -239,20 +239,13 @@ impl Limit {
         if self.state > Pressure::Clear {
             self.shortage = goal - counted;
         }
-        let promised = match self.promised {
-            Bytes(0) => String::new(),
-            p => format!(", {p} set aside for VMs that have just started"),
-        };
+        let Limit { name, headroom, capacity, reserve, .. } = &*self;
+        let aside = |p| format!(", {p} set aside for VMs that have just started");
+        let promised = self.promised.if_any(aside);
+        let suffers = by_stall > Pressure::Clear || self.stalls_elsewhere;
+        let stalls = if suffers { stall.words() } else { String::new() };
         self.why = format!(
-            "{} of {} left under {}, reserve {}{promised}{}",
-            self.headroom,
-            self.capacity,
-            self.name,
-            self.reserve,
-            match by_stall > Pressure::Clear || self.stalls_elsewhere {
-                true => stall.words(),
-                false => String::new(),
-            }
+            "{headroom} of {capacity} left under {name}, reserve {reserve}{promised}{stalls}"
         );
     }
 }

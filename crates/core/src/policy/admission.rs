@@ -212,22 +212,14 @@ fn why(supply: &Supply, request: &AdmissionRequest, a: &Admission) -> String {
     }
     let what = format!("{} × {} need {} with overhead", request.count, request.memory, a.need);
     let (keeps, has) = (supply.spoken_for(), supply.headroom);
-    let has = format!(
-        "the host {} its reserve{}{}",
-        if has < keeps {
-            format!("lacks {} of", keeps - has)
-        } else {
-            format!("has {} beyond", has - keeps)
-        },
-        match supply.promised {
-            Bytes(0) => String::new(),
-            p => format!(" and the {p} promised to VMs that start"),
-        },
-        match supply.others {
-            Bytes(0) => String::new(),
-            o => format!(" and the {o} that its other processes used within half an hour"),
-        }
-    );
+    let has = match has < keeps {
+        true => format!("lacks {} of", keeps - has),
+        false => format!("has {} beyond", has - keeps),
+    };
+    let promised = supply.promised.if_any(|p| format!(" and the {p} promised to VMs that start"));
+    let used = |o| format!(" and the {o} that its other processes used within half an hour");
+    let others = supply.others.if_any(used);
+    let has = format!("the host {has} its reserve{promised}{others}");
     let others: Bytes = a.from.iter().map(|g| g.bytes).sum();
     match (a.yes, a.from.len()) {
         (true, 0) => format!("{what}; {has}"),

@@ -160,8 +160,8 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
         }
         Standing::Ready | Standing::GiveOnly(_) => {}
     }
-    if m.reboot.is_some_and(|r| r.given.is_some()) {
-        return Some(after_reboot(model, vm, m.reboot.unwrap_or_default(), actual));
+    if let Some(r) = m.reboot.filter(|r| r.given.is_some()) {
+        return Some(after_reboot(model, vm, r, actual));
     }
     if is_poor(vm, m) {
         return None; // all of these together: `relieve`
@@ -352,10 +352,7 @@ fn spoken_for(vm: &VmModel) -> Bytes {
 /// `size`: what it is granted.
 fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, size: Bytes) -> Verdict {
     let to = round_up(size).min(wish.all).max(wish.from);
-    let waits = match wish.due - size {
-        Bytes(0) => String::new(),
-        d => format!("; {d} more when others have freed it"),
-    };
+    let waits = (wish.due - size).if_any(|d| format!("; {d} more when others have freed it"));
     if m.reboot.is_some() {
         // Also where it is given nothing: an order from before the reset may be open.
         return Verdict::Set { to, reason: Reason::Rebooted };
