@@ -138,31 +138,29 @@ impl Agent {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Answer, Refusal> {
         match command {
-            Command::Hello => Ok(Answer::Hello(Agent::hello())),
-            Command::Attach(attach) => self.attach(attach, descriptor),
+            Command::Hello => return Ok(Answer::Hello(Agent::hello())),
+            Command::Attach(attach) => self.attach(attach, descriptor)?,
             Command::Status { held, room } => {
                 self.vm.iter_mut().for_each(|vm| vm.room = *room);
-                Ok(Answer::Status(self.status(*held)))
+                return Ok(Answer::Status(self.status(*held)));
             }
-            Command::Recycle(want) => self.recycle(want, interrupt),
-            Command::Mark => self.mark(),
-            Command::Facts => self.facts().map(Answer::Facts),
+            Command::Recycle(want) => return self.recycle(want, interrupt),
+            Command::Mark => return self.mark(),
+            Command::Facts => return self.facts().map(Answer::Facts),
             Command::RunState { running } => {
                 // What beat until now counts; what did not does not.
                 self.step();
                 self.attached()?.tracker.run_state(*running);
-                Ok(Answer::Done)
             }
             Command::ResetSeen => {
                 let vm = self.attached()?;
                 vm.tracker.forget(&vm.guard, "the VM was reset");
-                Ok(Answer::Done)
             }
             Command::Advise(want) => {
                 let vm = self.changeable()?;
                 let done = vm.open.set(&vm.ram, want, &mut vm.room);
                 let no = |why| refuse(Refused::System, why);
-                done.map(|open| Answer::Advised { open }).map_err(no)
+                return done.map(|open| Answer::Advised { open }).map_err(no);
             }
             Command::Hashes => {
                 let vm = self.attached()?;
@@ -174,17 +172,11 @@ impl Agent {
                 let faults = vm.tracker.faults;
                 vm.hasher = Some(Hasher::start(socket, ram, recycling, faults).map_err(no)?);
                 vm.tell_map();
-                Ok(Answer::Done)
             }
-            Command::Cleared { generation } => {
-                self.attached()?.devices.clear(*generation);
-                Ok(Answer::Done)
-            }
-            Command::StandDown => {
-                self.detach();
-                Ok(Answer::Done)
-            }
+            Command::Cleared { generation } => self.attached()?.devices.clear(*generation),
+            Command::StandDown => self.detach(),
         }
+        Ok(Answer::Done)
     }
 
     fn hello() -> Hello {
@@ -216,7 +208,7 @@ impl Agent {
         }
     }
 
-    fn attach(&mut self, attach: &Attach, device: Option<OwnedFd>) -> Result<Answer, Refusal> {
+    fn attach(&mut self, attach: &Attach, device: Option<OwnedFd>) -> Result<(), Refusal> {
         self.detach();
         if attach.descriptor != device.is_some() {
             let text = match device {
@@ -229,7 +221,7 @@ impl Agent {
             Ok(vm) => {
                 self.kept = Open::default();
                 self.vm = Some(vm);
-                Ok(Answer::Done)
+                Ok(())
             }
             Err((refusal, passes)) => {
                 if refusal.kind == Refused::Aside {
