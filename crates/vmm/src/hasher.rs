@@ -126,10 +126,6 @@ struct Served {
 }
 
 impl Served {
-    fn pages(&self) -> Vec<MapPage> {
-        self.map.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
     /// Until the socket ends, or something comes that is no question.
     fn serve(mut self, mut socket: &UnixStream) -> Option<()> {
         socket.set_nonblocking(false).ok()?;
@@ -148,7 +144,8 @@ impl Served {
     /// `None`: some of it is not RAM that can be merged.
     fn answer(&mut self, request: &HashRequest) -> Option<HashReply> {
         let (begun, key) = (cpu_ns(), Key::new(request.secret));
-        let mut free = Free { ram: &self.ram, pages: self.pages(), last: None };
+        let pages = self.map.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut free = Free { ram: &self.ram, pages, last: None };
         let mut runs = Vec::new();
         let mut reply = HashReply::default();
         for &range in &request.ranges {
