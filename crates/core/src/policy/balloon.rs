@@ -163,27 +163,24 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     if let Some(r) = m.reboot.filter(|r| r.given.is_some()) {
         return Some(after_reboot(model, vm, r, actual));
     }
-    if is_poor(vm, m) {
-        return None; // all of these together: `relieve`
-    }
     let shrinks = m.order.is_some_and(|o| o.to < actual && o.to < o.moved_from);
-    if vm.hands_off.is_some() && shrinks {
-        return Some(Verdict::Set { to: actual, reason: Reason::HandsOff });
-    }
-    if m.stalled(vm) {
-        return Some(Verdict::Set { to: actual, reason: Reason::Withdrawn });
-    }
-    if shrinks && m.order.is_some_and(|o| vm.guest.is_some_and(|g| o.to < g.need)) {
-        return Some(Verdict::Set { to: actual, reason: Reason::Needed });
-    }
-    if !vm.distress.is_empty() {
-        return Some(Verdict::Hold(format!("{}, but it has all it may", vm.distress)));
-    }
+    let needed = m.order.is_some_and(|o| vm.guest.is_some_and(|g| o.to < g.need));
     let busy = vm.agent.as_ref().is_some_and(|a| a.busy);
-    if actual > vm.ceiling && vm.standing == Standing::Ready && !busy {
-        return above_ceiling(model, vm, m, actual);
+    let withdraw = |reason| Some(Verdict::Set { to: actual, reason });
+    match () {
+        // All of these together: `relieve`.
+        () if is_poor(vm, m) => None,
+        () if vm.hands_off.is_some() && shrinks => withdraw(Reason::HandsOff),
+        () if m.stalled(vm) => withdraw(Reason::Withdrawn),
+        () if shrinks && needed => withdraw(Reason::Needed),
+        () if !vm.distress.is_empty() => {
+            Some(Verdict::Hold(format!("{}, but it has all it may", vm.distress)))
+        }
+        () if actual > vm.ceiling && vm.standing == Standing::Ready && !busy => {
+            above_ceiling(model, vm, m, actual)
+        }
+        () => None,
     }
-    None
 }
 
 /// When the new kernel speaks and QEMU still shows the old size, one MiB down and up again; not
