@@ -66,10 +66,8 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Decided {
     let (merge, merging) = merge::merge(model, memory, missing - freed).unzip();
     plan.merge = merge;
     let merge_words = plan.merge.as_ref().map_or("merge.mode is off", |m| &m.why).to_string();
-    let waiting = match ballooned.deferred {
-        Bytes(0) => String::new(),
-        d => format!(", {d} of it for guests in distress that wait for it"),
-    };
+    let waits = |d| format!(", {d} of it for guests in distress that wait for it");
+    let waiting = ballooned.deferred.if_any(waits);
     for (vm, verdict) in model.vms.iter().zip(ballooned.verdicts) {
         match within_limits(vm, verdict) {
             Ok(action) if plan.actions.len() < MOST_ACTIONS => plan.actions.push(action),

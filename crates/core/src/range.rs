@@ -71,27 +71,21 @@ pub fn batches(
     batches
 }
 
-/// Cuts a range where others begin and end; tells which parts are in one of those.
-fn cut(range: Range, others: &[Range], mut each: impl FnMut(Range, bool)) {
-    let mut start = range.start;
+/// A range cut where others begin and end, and which parts are in one of those.
+pub fn parts(range: Range, others: &[Range]) -> Vec<(Range, bool)> {
+    let (mut parts, mut start) = (Vec::new(), range.start);
     let first = others.partition_point(|r| r.end() <= range.start);
     for r in others[first..].iter().take_while(|r| r.start < range.end()) {
         if r.start > start {
-            each(Range { start, len: r.start - start }, false);
+            parts.push((Range { start, len: r.start - start }, false));
         }
         let (from, end) = (start.max(r.start), r.end().min(range.end()));
-        each(Range { start: from, len: end - from }, true);
+        parts.push((Range { start: from, len: end - from }, true));
         start = end;
     }
     if start < range.end() {
-        each(Range { start, len: range.end() - start }, false);
+        parts.push((Range { start, len: range.end() - start }, false));
     }
-}
-
-/// A range cut where others begin and end, and which parts are in one of those.
-pub fn parts(range: Range, others: &[Range]) -> Vec<(Range, bool)> {
-    let mut parts = Vec::new();
-    cut(range, others, |part, within| parts.push((part, within)));
     parts
 }
 
@@ -101,11 +95,8 @@ pub fn subtract(ranges: &mut Vec<Range>, holes: &[Range]) -> u64 {
         return 0;
     }
     let (mut left, mut taken) = (Vec::with_capacity(ranges.len()), 0);
-    for range in ranges.iter() {
-        cut(*range, holes, |part, within| match within {
-            true => taken += part.len,
-            false => left.push(part),
-        });
+    for (part, within) in ranges.iter().flat_map(|range| parts(*range, holes)) {
+        if within { taken += part.len } else { left.push(part) }
     }
     *ranges = left;
     taken

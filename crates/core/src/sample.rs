@@ -16,18 +16,7 @@ mod vm;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::agent::AgentSample;
-pub use self::guest::{BalloonSample, GuestStats, Heard};
-pub use self::host::{
-    HostSample, LimitSample, Meminfo, Psi, PsiLine, SwapArea, VmPressure, Vmstat, ZeroWays, ZfsArc,
-    Zram,
-};
-pub(crate) use self::host::{is_below, is_in};
-pub use self::merge::{Ksm, KsmStat, MergeSample, ScanSample};
-pub use self::vm::{
-    Claim, HandsOff, Link, OwnMemory, ProcessMemory, RunState, SharedSocket, VmEvent, VmId,
-    VmSample,
-};
+pub use self::{agent::*, guest::*, host::*, merge::*, vm::*};
 use crate::units::Stamp;
 
 /// Whether it need not be written down.

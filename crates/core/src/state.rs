@@ -23,17 +23,10 @@ use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::cold::Cold;
-pub use self::contact::{Contact, SILENT_MS};
-pub use self::growth::{Fastest, Growth};
-pub use self::ledger::{FOREIGN_MS, Ledger, Move};
-pub use self::rates::GuestRates;
-pub use self::recent::Recent;
-pub use self::recycle::{Batch, Left, RecycleMemory, RecycleOrdered, Whole};
-pub use self::sizes::Sizes;
-pub use self::vm::*;
-pub use self::yields::Yields;
-pub use self::zeros::ZeroMemory;
+pub use self::{
+    cold::*, contact::*, growth::*, ledger::*, rates::*, recent::*, recycle::*, sizes::*, vm::*,
+    yields::*, zeros::*,
+};
 use crate::model::{Limit, Model, Pressure};
 use crate::plan::{Action, MergeWish, Outcome, Plan, Stage};
 use crate::policy::Decided;
@@ -335,27 +328,15 @@ impl Memory {
         (at.since(when) < NOTIFIED_LIFE_MS).then_some(state)
     }
 
-    /// State and urgency of a limit at the last tick.
-    pub fn judged(&self, limit: &str) -> (Pressure, f64) {
-        match self.limits.iter().find(|l| l.name == limit) {
-            Some(l) => (l.state, l.urgency),
-            None if self.was_the_only_one(limit) => (self.state, self.urgency),
-            None => Default::default(),
+    /// State and urgency of a limit at the last tick, and what others than VMs used of it lately;
+    /// `None`: it is new.
+    pub fn past(&self, limit: &str) -> Option<(Pressure, f64, &Recent)> {
+        if let Some(l) = self.limits.iter().find(|l| l.name == limit) {
+            return Some((l.state, l.urgency, &l.others));
         }
-    }
-
-    /// What others than VMs used lately of a limit.
-    pub fn others_under(&self, limit: &str) -> Option<&Recent> {
-        match self.limits.iter().find(|l| l.name == limit) {
-            Some(l) => Some(&l.others),
-            None => self.was_the_only_one(limit).then_some(&self.others),
-        }
-    }
-
-    /// Whether there was no other limit at the last tick. One that is new has no past.
-    fn was_the_only_one(&self, limit: &str) -> bool {
         let was = &self.others_of.0;
-        self.limits.is_empty() && (was.is_empty() || was == limit)
+        let only_one = self.limits.is_empty() && (was.is_empty() || was == limit);
+        only_one.then_some((self.state, self.urgency, &self.others))
     }
 
     /// Takes in the limits, and what others than VMs use of each, where it is known.
@@ -470,11 +451,10 @@ impl Memory {
             });
             let m = self.vm_mut(order.vm);
             m.recycle.ordered = ordered.or(m.recycle.ordered);
-            let whole = order.recycle.is_some_and(|r| !r.marked && r.is_whole());
-            if whole {
+            if let Some(job) = order.recycle.filter(|r| !r.marked && r.is_whole()) {
+                let (was, most) = (m.recycle.whole, job.max_bytes);
                 let free = vm.and_then(|vm| vm.agent.as_ref()?.free).unwrap_or_default();
-                let most = order.recycle.and_then(|r| r.max_bytes);
-                m.recycle.whole = Some(Whole::ordered(m.recycle.whole, model.at, free, most));
+                m.recycle.whole = Some(Whole::ordered(was, model.at, free, most));
             } else {
                 m.recycle.marked = order.mark.then_some(model.at);
             }

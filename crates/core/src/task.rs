@@ -33,14 +33,10 @@ pub enum StageName {
 }
 
 impl StageName {
-    pub const ALL: [StageName; 6] = [
-        StageName::Recycle,
-        StageName::Merge,
-        StageName::Zeros,
-        StageName::Balloon,
-        StageName::Offload,
-        StageName::Protect,
-    ];
+    pub const ALL: [StageName; 6] = {
+        use StageName::*;
+        [Recycle, Merge, Zeros, Balloon, Offload, Protect]
+    };
 }
 
 impl fmt::Display for StageName {

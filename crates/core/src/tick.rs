@@ -143,8 +143,6 @@ fn only_gives(plan: &mut Plan) {
     }
 }
 
-type Said = (Vec<Reclaim>, Vec<MergeWish>);
-
 #[derive(Clone, Debug)]
 pub struct Engine {
     pub config: Config,
@@ -174,14 +172,15 @@ impl Engine {
 
     pub fn step(&mut self, host: &mut impl Host) -> (Tick, Model) {
         let sample = host.read(&self.memory.owed_ids());
-        let said = (self.due(&sample, host.requests()), host.wishes());
-        let (model, Decided { mut plan, merging }) = self.think(&sample, &said);
+        let (requests, wishes) = (self.due(&sample, host.requests()), host.wishes());
+        let (model, mut decided) = self.think(&sample, &requests, &wishes);
+        let plan = &mut decided.plan;
         let mut forbidden = None;
         let mut outcomes = Vec::new();
         if !self.dry_run {
             let took_ms = host.now().since(model.at);
             if took_ms > LOOK_MOST_MS {
-                only_gives(&mut plan);
+                only_gives(plan);
                 forbidden = Some(format!(
                     "the look at host and VMs took {took_ms} ms: too old to take anything by"
                 ));
@@ -191,13 +190,13 @@ impl Engine {
             if gives > 0 {
                 outcomes = host.apply(&plan.actions[..gives]);
             }
-            let owned = self.memory.owned(&model, &plan, &outcomes);
+            let owned = self.memory.owned(&model, plan, &outcomes);
             host.note(&self.memory.notes(&owned.vms));
             if self.written.as_ref() != Some(&owned) || !host.remembers() {
                 match host.remember(&owned) {
                     Ok(()) => self.written = Some(owned),
                     Err(why) => {
-                        only_gives(&mut plan);
+                        only_gives(plan);
                         forbidden = Some(why);
                     }
                 }
@@ -205,28 +204,27 @@ impl Engine {
             if plan.actions.len() > gives {
                 outcomes.extend(host.apply(&plan.actions[gives..]));
             }
-            host.start(&plan);
+            host.start(plan);
             plan.merge.iter().for_each(|merge| host.merge(merge));
         }
-        let tick =
-            self.finish(&model, (sample, said), Decided { plan, merging }, outcomes, forbidden);
-        (tick, model)
+        let applied = !self.dry_run;
+        self.memory.learn(&model, &decided, &outcomes, applied);
+        self.number += 1;
+        let (number, plan) = (self.number, decided.plan);
+        (Tick { number, sample, requests, wishes, plan, outcomes, applied, forbidden }, model)
     }
 
     /// Replays a recorded tick: the same sample and outcomes, a fresh decision.
     pub fn replay(&mut self, recorded: &Tick) -> (Tick, Model) {
-        let said = (recorded.requests.clone(), recorded.wishes.clone());
-        let (model, Decided { mut plan, merging }) = self.think(&recorded.sample, &said);
+        let (model, mut decided) =
+            self.think(&recorded.sample, &recorded.requests, &recorded.wishes);
         if recorded.forbidden.is_some() {
-            only_gives(&mut plan);
+            only_gives(&mut decided.plan);
         }
         self.dry_run = !recorded.applied;
-        self.number = recorded.number.saturating_sub(1);
-        let outcomes = recorded.outcomes.clone();
-        let forbidden = recorded.forbidden.clone();
-        let input = (recorded.sample.clone(), said);
-        let tick = self.finish(&model, input, Decided { plan, merging }, outcomes, forbidden);
-        (tick, model)
+        self.number = recorded.number.max(1);
+        self.memory.learn(&model, &decided, &recorded.outcomes, recorded.applied);
+        (Tick { number: self.number, plan: decided.plan, ..recorded.clone() }, model)
     }
 
     /// The requests that are for this tick. One for a VM whose agent is at work, or may not work while
@@ -249,27 +247,17 @@ impl Engine {
         now.into_iter().map(|(_, request)| request).collect()
     }
 
-    fn think(&mut self, sample: &Sample, (requests, wishes): &Said) -> (Model, Decided) {
+    fn think(
+        &mut self,
+        sample: &Sample,
+        requests: &[Reclaim],
+        wishes: &[MergeWish],
+    ) -> (Model, Decided) {
         self.memory.observe(sample);
         self.memory.wish(wishes);
         let model = Model::new(&self.config, sample, &self.memory);
         let decided = decide(&model, &self.memory, requests);
         (model, decided)
-    }
-
-    fn finish(
-        &mut self,
-        model: &Model,
-        (sample, (requests, wishes)): (Sample, Said),
-        decided: Decided,
-        outcomes: Vec<Outcome>,
-        forbidden: Option<String>,
-    ) -> Tick {
-        let applied = !self.dry_run;
-        self.memory.learn(model, &decided, &outcomes, applied);
-        let plan = decided.plan;
-        self.number += 1;
-        Tick { number: self.number, sample, requests, wishes, plan, outcomes, applied, forbidden }
     }
 
     /// When the next tick is due (sooner while anything is ballooned or short), and which VMs need

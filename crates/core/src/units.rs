@@ -54,6 +54,11 @@ impl Bytes {
     pub const fn abs_diff(self, other: Bytes) -> Bytes {
         Bytes(self.0.abs_diff(other.0))
     }
+
+    /// Words about it; none where it is zero.
+    pub(crate) fn if_any(self, words: impl FnOnce(Bytes) -> String) -> String {
+        if self == Bytes::ZERO { String::new() } else { words(self) }
+    }
 }
 
 impl Add for Bytes {

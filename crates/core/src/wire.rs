@@ -24,14 +24,7 @@ mod lines;
 mod reply;
 mod request;
 
-pub use self::lines::{BadLine, Lines, clip};
-pub use self::reply::{
-    AgentState, Answer, Counters, Hello, KernelParts, Module, Recycled, Refusal, Refused, Reply,
-    ReplyResult, Status,
-};
-pub use self::request::{
-    Advise, Attach, Command, HugePages, MOST_CLOSED, Recycle, Request, Segment,
-};
+pub use self::{lines::*, reply::*, request::*};
 
 /// Version of this protocol; the agent says which it speaks.
 pub const PROTOCOL: u32 = 2;

@@ -55,14 +55,10 @@ struct Attached {
     open: Open,
     work: Work,
     devices: Devices,
-    firmware: Firmware,
     /// RAM can be protected: it is registered, and closed to KSM.
     registered: bool,
-    observe: bool,
     /// What breaking merges may take below the limits of the VM's cgroups, if there are any.
     room: Option<Bytes>,
-    /// RAM could not be closed to KSM, for want of memory.
-    lacks_room: bool,
     /// Windows longer than this have the agent stand aside.
     window_limit: Option<Duration>,
     aside_at: Instant,
@@ -75,9 +71,7 @@ pub struct Agent {
     vm: Option<Attached>,
     /// What was open to KSM when the VM was released: it is still, and merged.
     kept: Open,
-    aside: Option<String>,
-    /// That may pass.
-    passes: bool,
+    aside: Option<Blocked>,
     faults: Faults,
 }
 
@@ -117,24 +111,22 @@ impl Agent {
         }
         let now = Instant::now();
         let mut found = vm.step(now).err();
-        let mut passes = vm.lacks_room;
         vm.tell_map();
-        let mut device = None;
         if found.is_none() && now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
-            found = vm.keep_closed(now, false).err();
-            device = vm.devices.look();
+            let opened = vm.keep_closed(now, false).err().map(Blocked::from);
+            let device = vm.devices.look().map(|why| Blocked { why, passes: true });
+            found = device.or(opened);
         }
-        passes |= device.is_some();
-        if let Some(why) = device.or(found) {
-            self.stand_aside(&why, passes);
+        if let Some(by) = found {
+            self.stand_aside(&by.why, by.passes);
         }
     }
 
     /// `passes`: the reason may, and the daemon is to try again.
     fn stand_aside(&mut self, why: &str, passes: bool) {
         self.let_go();
-        (self.aside, self.passes) = (Some(clip(why)), passes);
+        self.aside = Some(Blocked { why: clip(why), passes });
     }
 
     /// Does what is asked. `descriptor` came with the request; `interrupt` says
@@ -146,56 +138,45 @@ impl Agent {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Answer, Refusal> {
         match command {
-            Command::Hello => Ok(Answer::Hello(Agent::hello())),
-            Command::Attach(attach) => self.attach(attach, descriptor),
+            Command::Hello => return Ok(Answer::Hello(Agent::hello())),
+            Command::Attach(attach) => self.attach(attach, descriptor)?,
             Command::Status { held, room } => {
                 self.vm.iter_mut().for_each(|vm| vm.room = *room);
-                Ok(Answer::Status(self.status(*held)))
+                return Ok(Answer::Status(self.status(*held)));
             }
-            Command::Recycle(want) => self.recycle(want, interrupt),
-            Command::Mark => self.mark(),
-            Command::Facts => self.facts().map(Answer::Facts),
+            Command::Recycle(want) => return self.recycle(want, interrupt),
+            Command::Mark => return self.mark(),
+            Command::Facts => return self.facts().map(Answer::Facts),
             Command::RunState { running } => {
                 // What beat until now counts; what did not does not.
                 self.step();
                 self.attached()?.tracker.run_state(*running);
-                Ok(Answer::Done)
             }
             Command::ResetSeen => {
                 let vm = self.attached()?;
                 vm.tracker.forget(&vm.guard, "the VM was reset");
-                Ok(Answer::Done)
             }
             Command::Advise(want) => {
-                let vm = self.attached()?;
-                if vm.observe {
-                    return Err(refuse(Refused::NotReady, "this VM is only observed"));
-                }
+                let vm = self.changeable()?;
                 let done = vm.open.set(&vm.ram, want, &mut vm.room);
                 let no = |why| refuse(Refused::System, why);
-                done.map(|open| Answer::Advised { open }).map_err(no)
+                return done.map(|open| Answer::Advised { open }).map_err(no);
             }
             Command::Hashes => {
-                let faults = self.faults;
                 let vm = self.attached()?;
                 let no = |why: String| refuse(Refused::System, why);
                 let socket = descriptor.ok_or_else(|| no("the socket did not arrive".into()))?;
                 // Not the guard: its userfaultfd must end when the VM is released.
                 let (ram, recycling) = (Arc::clone(&vm.ram), Arc::clone(&vm.recycling));
                 vm.hasher = None;
+                let faults = vm.tracker.faults;
                 vm.hasher = Some(Hasher::start(socket, ram, recycling, faults).map_err(no)?);
                 vm.tell_map();
-                Ok(Answer::Done)
             }
-            Command::Cleared { generation } => {
-                self.attached()?.devices.clear(*generation);
-                Ok(Answer::Done)
-            }
-            Command::StandDown => {
-                self.detach();
-                Ok(Answer::Done)
-            }
+            Command::Cleared { generation } => self.attached()?.devices.clear(*generation),
+            Command::StandDown => self.detach(),
         }
+        Ok(Answer::Done)
     }
 
     fn hello() -> Hello {
@@ -213,28 +194,34 @@ impl Agent {
     fn attached(&mut self) -> Result<&mut Attached, Refusal> {
         match (&mut self.vm, &self.aside) {
             (Some(vm), _) => Ok(vm),
-            (None, Some(why)) => Err(refuse(Refused::Aside, why)),
+            (None, Some(by)) => Err(refuse(Refused::Aside, &by.why)),
             (None, None) => Err(refuse(Refused::NotReady, "no RAM was handed over: attach first")),
         }
     }
 
-    fn attach(&mut self, attach: &Attach, device: Option<OwnedFd>) -> Result<Answer, Refusal> {
+    /// The VM, if anything may be done to its memory.
+    fn changeable(&mut self) -> Result<&mut Attached, Refusal> {
+        let vm = self.attached()?;
+        match vm.tracker.observe {
+            true => Err(refuse(Refused::NotReady, "this VM is only observed")),
+            false => Ok(vm),
+        }
+    }
+
+    fn attach(&mut self, attach: &Attach, device: Option<OwnedFd>) -> Result<(), Refusal> {
         self.detach();
-        match (attach.descriptor, &device) {
-            (true, None) => {
-                return Err(refuse(Refused::Request, "the descriptor did not arrive"));
-            }
-            (false, Some(_)) => {
-                let text = "a descriptor came that the request does not name: it was closed";
-                return Err(refuse(Refused::Request, text));
-            }
-            _ => {}
+        if attach.descriptor != device.is_some() {
+            let text = match device {
+                None => "the descriptor did not arrive",
+                Some(_) => "a descriptor came that the request does not name: it was closed",
+            };
+            return Err(refuse(Refused::Request, text));
         }
         match self.attachment(attach, device.as_ref().map(AsFd::as_fd)) {
             Ok(vm) => {
                 self.kept = Open::default();
                 self.vm = Some(vm);
-                Ok(Answer::Done)
+                Ok(())
             }
             Err((refusal, passes)) => {
                 if refusal.kind == Refused::Aside {
@@ -261,8 +248,7 @@ impl Agent {
         if !objections.is_empty() {
             return Err(aside(objections.join("; ")));
         }
-        let uffd = Uffd::open(device, !self.faults.no_unpopulated());
-        let uffd = uffd.map_err(aside)?;
+        let uffd = Uffd::open(device, !self.faults.no_unpopulated()).map_err(aside)?;
         if !self.faults.no_self_test() && !attach.observe {
             selftest::keeps_protection(&uffd).map_err(|failed| match failed {
                 Failed::Loses(why) => aside(why),
@@ -289,11 +275,11 @@ impl Agent {
     fn status(&mut self, held: bool) -> Status {
         self.step();
         let Some(vm) = &mut self.vm else {
-            let state = if self.aside.is_some() { AgentState::Aside } else { AgentState::Idle };
-            let (why, passes) = (self.aside.clone(), self.aside.is_some() && self.passes);
-            return Status { state, why, passes, ..Status::default() };
+            let Some(by) = &self.aside else { return Status::default() };
+            let (why, passes) = (Some(by.why.clone()), by.passes);
+            return Status { state: AgentState::Aside, why, passes, ..Status::default() };
         };
-        let free = vm.recycler(self.faults).ok().and_then(|r| r.free(held));
+        let free = vm.recycler().ok().and_then(|r| r.free(held));
         let (state, why) = vm.tracker.state();
         Status {
             state,
@@ -318,21 +304,17 @@ impl Agent {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Answer, Refusal> {
         self.step();
-        let faults = self.faults;
         if let Err(why) = self.attached()?.keep_closed(Instant::now(), true) {
             self.stand_aside(&why, false);
         }
-        let vm = self.attached()?;
-        if vm.observe {
-            return Err(refuse(Refused::NotReady, "this VM is only observed"));
-        }
-        if vm.devices.unclear().is_some() && !faults.no_devices() {
+        let vm = self.changeable()?;
+        if vm.devices.unclear().is_some() && !vm.tracker.faults.no_devices() {
             let why = "a socket was opened beside shared RAM: the daemon has to look first";
             return Err(refuse(Refused::NotReady, why));
         }
-        vm.close_free(want, faults)?;
+        vm.close_free(want)?;
         let (recycling, limit) = (Arc::clone(&vm.recycling), vm.window_limit);
-        let mut recycler = vm.recycler(faults)?;
+        let mut recycler = vm.recycler()?;
         recycling.store(true, SeqCst);
         let done = recycler.run(want, interrupt);
         recycling.store(false, SeqCst);
@@ -357,11 +339,9 @@ impl Agent {
 
     fn mark(&mut self) -> Result<Answer, Refusal> {
         self.step();
-        let faults = self.faults;
         let vm = self.attached()?;
-        let recycler = vm.recycler(faults)?;
         let gone = || refuse(Refused::System, "the map cannot be read");
-        vm.work.marks = recycler.mark().ok_or_else(gone)?;
+        vm.work.marks = vm.recycler()?.mark().ok_or_else(gone)?;
         Ok(Answer::Marked)
     }
 
@@ -414,11 +394,8 @@ impl Attached {
             open,
             work: Work::default(),
             devices,
-            firmware: attach.firmware,
             registered: false,
-            observe: attach.observe,
             room: attach.room,
-            lacks_room: false,
             window_limit: Some(limit).filter(|l| !l.is_zero()),
             aside_at: Instant::now() + ASIDE_EVERY,
             closed_at: Instant::now(),
@@ -427,20 +404,16 @@ impl Attached {
 
     /// Looks for the guest's header and at it. RAM is registered when something is to be
     /// protected, and no longer than that.
-    fn step(&mut self, now: Instant) -> Result<(), String> {
+    fn step(&mut self, now: Instant) -> Result<(), Blocked> {
         let (ram, guard, open, room) = (&self.ram, &self.guard, &self.open, self.room);
         // What is merged is to stay so, as long as nothing has to be protected.
-        let gently = !open.is_empty() || !self.registered;
-        let (registered, lacks_room) = (&mut self.registered, &mut self.lacks_room);
+        let gently = !open.ranges.is_empty() || !self.registered;
+        let registered = &mut self.registered;
         let mut prepare = || {
             if !std::mem::replace(registered, true) {
                 // Before anything is protected: merging would lift the protection.
-                let closed = ksm_ranges::leave_ksm(ram, open, room);
-                closed.map_err(|blocked| {
-                    *lacks_room = blocked.passes;
-                    blocked.why
-                })?;
-                register(ram, guard.uffd())?;
+                ksm_ranges::leave_ksm(ram, open, room)?;
+                register(ram, &guard.uffd)?;
             }
             Ok(())
         };
@@ -448,8 +421,8 @@ impl Attached {
         self.tracker.step(&mut sight, now)?;
         if self.registered && self.tracker.lost_for(now).is_some_and(|lost| lost > LOST_LONG) {
             self.registered = false;
-            for p in self.ram.pieces() {
-                let _ = self.guard.uffd().unregister(Range { start: p.hva, len: p.size });
+            for p in &self.ram.pieces {
+                let _ = self.guard.uffd.unregister(Range { start: p.hva, len: p.size });
             }
         }
         Ok(())
@@ -461,7 +434,7 @@ impl Attached {
         if !self.registered {
             return Ok(());
         }
-        let soon = recycled || self.open.count() <= FEW;
+        let soon = recycled || self.open.ranges.len() <= FEW;
         if now - self.closed_at < if soon { ASIDE_EVERY } else { REST_EVERY } {
             return self.open.keep_tripwires_out(&self.ram);
         }
@@ -471,16 +444,16 @@ impl Attached {
 
     /// Closes what is free in ranges that are open to KSM, so that it can be given back. Where that
     /// cannot be, it stays open.
-    fn close_free(&mut self, want: &Recycle, faults: Faults) -> Result<(), Refusal> {
-        if self.open.is_empty() {
+    fn close_free(&mut self, want: &Recycle) -> Result<(), Refusal> {
+        if self.open.ranges.is_empty() {
             return Ok(());
         }
         if want.room_to_close() < Bytes::pages(LEAST_CLOSED as u64) {
             self.open.keep_free();
             return Ok(());
         }
-        let free = self.recycler(faults)?.free_and_open(want);
-        self.open.close_free(free, faults);
+        let free = self.recycler()?.free_and_open(want);
+        self.open.close_free(free, self.tracker.faults);
         Ok(())
     }
 
@@ -496,7 +469,7 @@ impl Attached {
         refuse(Refused::NotReady, format!("{state:?}").to_lowercase() + &why)
     }
 
-    fn recycler(&mut self, faults: Faults) -> Result<Recycler<'_>, Refusal> {
+    fn recycler(&mut self) -> Result<Recycler<'_>, Refusal> {
         let beat = self.tracker.beat();
         let Some(live) = self.tracker.ready() else { return Err(self.not_ready()) };
         Ok(Recycler {
@@ -507,15 +480,15 @@ impl Attached {
             work: &mut self.work,
             devices: &mut self.devices,
             beat,
-            early: self.firmware.early(),
+            early: self.tracker.firmware.early(),
             found: None,
-            faults,
+            faults: self.tracker.faults,
         })
     }
 
     fn counters(&self) -> Counters {
         let (faults, trips) = self.guard.counts();
-        Counters { faults, trips, challenges: self.tracker.challenges(), ..self.work.counters }
+        Counters { faults, trips, challenges: self.tracker.challenges, ..self.work.counters }
     }
 }
 
@@ -536,7 +509,7 @@ fn objections(attach: &Attach, ram: &Ram) -> Vec<String> {
 
 /// Pages of it can be protected from now on.
 fn register(ram: &Ram, uffd: &Uffd) -> Result<(), String> {
-    for p in ram.pieces() {
+    for p in &ram.pieces {
         uffd.register(Range { start: p.hva, len: p.size }).map_err(|e| match e.raw_os_error() {
             Some(libc::EBUSY) => {
                 "another userfaultfd guards this RAM (postcopy, background snapshot)".into()

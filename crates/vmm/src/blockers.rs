@@ -54,11 +54,6 @@ pub enum New {
     Socket,
 }
 
-enum Kind {
-    Device(u64),
-    Socket(u64),
-}
-
 impl Devices {
     /// Looks at all open files by their names: a reason to stand aside.
     pub fn look(&mut self) -> Option<String> {
@@ -67,10 +62,7 @@ impl Devices {
         };
         let numbers = open.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok());
         let highest = numbers.max().unwrap_or(0);
-        let device = |fd| match kind(fd)? {
-            Kind::Device(device) => Some(device),
-            Kind::Socket(_) => None,
-        };
+        let device = |fd| number(fd, FileType::CharacterDevice);
         let harmless = (0..=highest).filter_map(device).collect();
         let closed =
             (0..=highest.saturating_add(BEYOND)).filter(|fd| stat(*fd).is_none()).collect();
@@ -91,10 +83,7 @@ impl Devices {
     }
 
     fn take_sockets(&mut self) {
-        let socket = |fd| match kind(fd)? {
-            Kind::Socket(inode) => is_unix(fd).then_some(inode),
-            Kind::Device(_) => None,
-        };
+        let socket = |fd| number(fd, FileType::Socket).filter(|_| is_unix(fd));
         let all = (0..=self.highest.saturating_add(BEYOND)).filter_map(socket).collect();
         if self.sockets.replace(all) != self.sockets {
             self.generation += 1;
@@ -133,9 +122,13 @@ impl Devices {
     /// What may have been opened since the last look: some 400 ns for a descriptor that is open.
     pub fn whats_new(&self) -> Option<New> {
         let new = |fd| match (kind(fd)?, &self.sockets) {
-            (Kind::Device(d), _) => (!self.harmless.contains(&d)).then_some(New::Device),
-            (Kind::Socket(s), Some(all)) if !all.contains(&s) => is_unix(fd).then_some(New::Socket),
-            (Kind::Socket(_), _) => None,
+            ((FileType::CharacterDevice, device), _) => {
+                (!self.harmless.contains(&device)).then_some(New::Device)
+            }
+            ((FileType::Socket, inode), Some(all)) if !all.contains(&inode) => {
+                is_unix(fd).then_some(New::Socket)
+            }
+            _ => None,
         };
         let opened = opened(&self.closed);
         let mut closed = self.closed.iter().peekable();
@@ -172,14 +165,16 @@ fn is_unix(fd: i32) -> bool {
     socket_domain(borrowed(fd)).is_ok_and(|d| d == AddressFamily::UNIX)
 }
 
-/// A character device or a socket.
-fn kind(fd: i32) -> Option<Kind> {
+/// What is open, and its number: of a device that of the device, else that of the inode.
+fn kind(fd: i32) -> Option<(FileType, u64)> {
     let stat = stat(fd)?;
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::CharacterDevice => Some(Kind::Device(stat.st_rdev)),
-        FileType::Socket => Some(Kind::Socket(stat.st_ino)),
-        _ => None,
-    }
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    Some((kind, if kind == FileType::CharacterDevice { stat.st_rdev } else { stat.st_ino }))
+}
+
+/// The number of what is open, if it is of this kind.
+fn number(fd: i32, wanted: FileType) -> Option<u64> {
+    kind(fd).filter(|(kind, _)| *kind == wanted).map(|(_, number)| number)
 }
 
 /// A reason to stand aside, from what this process has open and locked.

@@ -26,6 +26,7 @@ use ebb_core::wire::{AgentState, Module};
 
 use crate::faults::Faults;
 use crate::guard::Guard;
+use crate::ksm_ranges::Blocked;
 use crate::ram::{Bits, Ram};
 use crate::sys::{self, Range};
 
@@ -86,13 +87,13 @@ enum At {
 pub struct Tracker {
     at: At,
     why: Option<String>,
-    challenges: u64,
+    pub challenges: u64,
     running: bool,
-    firmware: Firmware,
-    observe: bool,
+    pub firmware: Firmware,
+    pub observe: bool,
     /// Since when nothing is known.
     lost_at: Instant,
-    faults: Faults,
+    pub faults: Faults,
 }
 
 /// What [`Tracker::step`] works with.
@@ -103,7 +104,7 @@ pub struct Sight<'a> {
     pub gently: bool,
     /// Makes protection possible: called before the first page is protected. An error is a
     /// reason to leave the VM alone.
-    pub prepare: &'a mut dyn FnMut() -> Result<(), String>,
+    pub prepare: &'a mut dyn FnMut() -> Result<(), Blocked>,
 }
 
 impl Tracker {
@@ -162,27 +163,20 @@ impl Tracker {
         }
     }
 
-    pub fn challenges(&self) -> u64 {
-        self.challenges
-    }
-
     pub fn state(&self) -> (AgentState, Option<String>) {
-        let state = match &self.at {
-            At::Searching { .. } => AgentState::Searching,
-            At::Checking { .. } | At::Challenged { .. } => AgentState::Checking,
-            At::Ready(_) if self.ready().is_some() => AgentState::Ready,
-            At::Ready(_) => AgentState::Silent,
-        };
-        let why = match &self.at {
-            At::Ready(live) if live.silent => Some("the guest does not beat".to_string()),
-            At::Ready(live) if live.state != GuestState::Running => {
-                Some(format!("the module is {:?}", live.state).to_lowercase())
+        let paused = || "the VM is paused: nothing can prove itself".to_string();
+        let unproven = || if self.running { self.why.clone() } else { Some(paused()) };
+        match &self.at {
+            At::Searching { .. } => (AgentState::Searching, unproven()),
+            At::Checking { .. } | At::Challenged { .. } => (AgentState::Checking, unproven()),
+            At::Ready(live) if live.silent => {
+                (AgentState::Silent, Some("the guest does not beat".to_string()))
             }
-            At::Ready(_) => None,
-            _ if !self.running => Some("the VM is paused: nothing can prove itself".to_string()),
-            _ => self.why.clone(),
-        };
-        (state, why)
+            At::Ready(live) if live.state != GuestState::Running => {
+                (AgentState::Silent, Some(format!("the module is {:?}", live.state).to_lowercase()))
+            }
+            At::Ready(_) => (AgentState::Ready, None),
+        }
     }
 
     pub fn module(&self) -> Option<Module> {
@@ -201,19 +195,17 @@ impl Tracker {
     /// How soon [`Tracker::step`] has something to do.
     pub fn pause(&self) -> Duration {
         match &self.at {
+            At::Ready(_) => Duration::from_millis(200),
             // It cannot succeed before the vCPUs run, which is reported.
-            At::Searching { .. } | At::Checking { .. } | At::Challenged { .. } if !self.running => {
-                Duration::from_secs(1)
-            }
+            _ if !self.running => Duration::from_secs(1),
             At::Searching { .. } => SEARCH_EVERY,
             At::Checking { .. } | At::Challenged { .. } => Duration::from_millis(10),
-            At::Ready(_) => Duration::from_millis(200),
         }
     }
 
     /// Looks, and goes on to the next state where it can. The error is a reason to leave
     /// the VM alone.
-    pub fn step(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), String> {
+    pub fn step(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), Blocked> {
         let (ram, guard) = (sight.ram, sight.guard);
         // What tripped stays tripped until it is armed anew, for the next challenge.
         let relied = matches!(self.at, At::Challenged { .. } | At::Ready(_));
@@ -254,13 +246,18 @@ impl Tracker {
         Ok(())
     }
 
-    /// Guest pages that firmware writes to first and this kernel never does, and where we
-    /// have them.
-    fn wires(&self, ram: &Ram, header: &Header) -> Vec<(u64, u64)> {
+    /// Protects the pages that firmware writes to first and this kernel never does. The error is a
+    /// reason to look for another header.
+    fn arm(&self, ram: &Ram, guard: &Guard, header: &Header) -> Result<(), String> {
         let kept = self.firmware.kept_wire().filter(|gpa| *gpa == header.kept_gpa);
         let all = self.firmware.wires().iter().copied().chain(kept);
         let all = all.skip(usize::from(self.faults.late_wire()));
-        all.filter_map(|gpa| Some((gpa, ram.hva(gpa, PAGE)?))).collect()
+        let here: Vec<_> = all.filter_map(|gpa| Some((gpa, ram.hva(gpa, PAGE)?))).collect();
+        let (first, _) = here.first().ok_or(
+            "there is no page that its firmware writes to first at a reset and its kernel never \
+             does: load the guest with this version of ebb.ko",
+        )?;
+        guard.arm(&here).map_err(|e| format!("cannot watch guest page {first:#x}: {e}"))
     }
 
     /// Arms the tripwires and asks the module for a sign.
@@ -269,33 +266,23 @@ impl Tracker {
         sight: &mut Sight<'_>,
         header: Header,
         now: Instant,
-    ) -> Result<(), String> {
+    ) -> Result<(), Blocked> {
         let (ram, guard) = (sight.ram, sight.guard);
         (sight.prepare)()?;
-        let wires = self.wires(ram, &header);
-        if wires.is_empty() && !self.faults.no_tripwire() {
-            let why = "there is no page that its firmware writes to first at a reset and its \
-                kernel never does: load the guest with this version of ebb.ko";
-            self.forget(guard, why);
-            return Ok(());
-        }
-        let armed = if self.faults.no_tripwire() { Ok(()) } else { guard.arm(&wires) };
-        if let Err(e) = armed {
-            self.forget(guard, &format!("cannot watch guest page {:#x}: {e}", wires[0].0));
-            return Ok(());
-        }
-        let challenge = match sys::random() {
-            Ok(number) => number.max(1),
-            Err(e) => {
-                self.forget(guard, &format!("the kernel gives no random number: {e}"));
-                return Ok(());
+        let no_number = |e| format!("the kernel gives no random number: {e}");
+        let unarmed = self.faults.no_tripwire();
+        let armed = if unarmed { Ok(()) } else { self.arm(ram, guard, &header) };
+        match armed.and_then(|()| sys::random().map_err(no_number)) {
+            Err(why) => self.forget(guard, &why),
+            Ok(number) => {
+                let challenge = number.max(1);
+                if let Some(at) = ram.hva(header.gpa + abi::CHALLENGE_AT, 8) {
+                    if !self.faults.no_challenge() {
+                        sys::store_u64(at, challenge);
+                    }
+                    self.at = At::Challenged { since: now, header: Box::new(header), challenge };
+                }
             }
-        };
-        if let Some(at) = ram.hva(header.gpa + abi::CHALLENGE_AT, 8) {
-            if !self.faults.no_challenge() {
-                sys::store_u64(at, challenge);
-            }
-            self.at = At::Challenged { since: now, header: Box::new(header), challenge };
         }
         Ok(())
     }
@@ -317,9 +304,8 @@ impl Tracker {
     fn answered(&mut self, ram: &Ram, guard: &Guard, now: Instant) {
         let At::Challenged { since, header, challenge } = &self.at else { return };
         let late = self.running && now.duration_since(*since) > PATIENCE;
-        let fresh = match read_header(ram, header.gpa) {
-            Some(h) if h.fixed == header.fixed => h,
-            _ => return self.forget(guard, "its header changed"),
+        let Some(fresh) = read_again(ram, header) else {
+            return self.forget(guard, "its header changed");
         };
         let right = fresh.live.response == abi::response(*challenge, fresh.key);
         let good = right && fresh.live.state == GuestState::Running;
@@ -336,16 +322,14 @@ impl Tracker {
     }
 
     /// A header that answered: the same, alive, with the map we know?
-    fn look(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), String> {
+    fn look(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), Blocked> {
         let (ram, guard) = (sight.ram, sight.guard);
         let At::Ready(live) = &mut self.at else { return Ok(()) };
-        let fresh = match read_header(ram, live.header.gpa) {
-            Some(h) if h.fixed == live.header.fixed => h,
-            _ if self.faults.no_doubt() => return Ok(()),
-            _ => {
+        let Some(fresh) = read_again(ram, &live.header) else {
+            if !self.faults.no_doubt() {
                 self.forget(guard, "the module is gone");
-                return Ok(());
             }
+            return Ok(());
         };
         live.state = fresh.live.state;
         if live.state == GuestState::Stopped && !self.faults.no_doubt() {
@@ -374,11 +358,16 @@ impl Tracker {
     }
 }
 
-/// Copies a header once and checks it.
-fn read_header(ram: &Ram, gpa: u64) -> Option<Header> {
+/// Copies a header once and checks it; `None`: it cannot be read.
+fn read_header(ram: &Ram, gpa: u64) -> Option<Result<Header, Bad>> {
     let mut bytes = [0u8; HEADER_BYTES];
     ram.read(gpa, &mut bytes)?;
-    Header::parse(&bytes, gpa).ok()
+    Some(Header::parse(&bytes, gpa))
+}
+
+/// A header as it is now; `None`: it is gone, or another one.
+fn read_again(ram: &Ram, known: &Header) -> Option<Header> {
+    read_header(ram, known.gpa)?.ok().filter(|fresh| fresh.fixed == known.fixed)
 }
 
 /// The map of a header, if its extents did not change meanwhile.
@@ -388,9 +377,9 @@ fn collect(ram: &Ram, header: &Header) -> Result<Layout, Bad> {
         ram.read(gpa, &mut page)?;
         Some(page)
     };
-    let layout = Layout::collect(header, ram.ranges(), read)?;
+    let layout = Layout::collect(header, &ram.ranges, read)?;
     let mut bytes = [0u8; HEADER_BYTES];
-    ram.read(header.gpa, &mut bytes).ok_or(Bad::Outside("the header"))?;
+    ram.read(header.gpa, &mut bytes).ok_or(Bad::Wrong("the header outside of RAM"))?;
     match LivePart::parse(&bytes).generation == layout.generation {
         true => Ok(layout),
         false => Err(Bad::Changing),
@@ -403,8 +392,7 @@ fn search(ram: &Ram, gently: bool) -> (Vec<Candidate>, Option<String>) {
     let mut found = Vec::new();
     let mut why = None;
     for gpa in magic_pages(ram, gently) {
-        let mut bytes = [0u8; HEADER_BYTES];
-        match ram.read(gpa, &mut bytes).map(|()| Header::parse(&bytes, gpa)) {
+        match read_header(ram, gpa) {
             Some(Ok(header)) => {
                 let last = header.live.beat;
                 found.push(Candidate { header, beats: 0, last });
@@ -444,10 +432,7 @@ fn magic_pages(ram: &Ram, gently: bool) -> Vec<u64> {
 /// Counts right beats; the first candidate with two of them lives.
 fn watch(ram: &Ram, found: &mut [Candidate], believe: bool) -> Option<Header> {
     for c in found {
-        let Some(fresh) = read_header(ram, c.header.gpa) else { continue };
-        if fresh.fixed != c.header.fixed {
-            continue;
-        }
+        let Some(fresh) = read_again(ram, &c.header) else { continue };
         if fresh.live.beat > c.last && fresh.live.beats_right(fresh.key) {
             (c.last, c.beats) = (fresh.live.beat, c.beats + 1);
         }

@@ -54,7 +54,7 @@ struct Wire {
 /// What the recycler and the handler thread share.
 #[derive(Debug)]
 pub struct Guard {
-    uffd: Uffd,
+    pub uffd: Uffd,
     window: Mutex<()>,
     waiting: AtomicU64,
     wires: [Wire; WIRES],
@@ -89,10 +89,6 @@ impl Guard {
             waits: Mutex::default(),
             quit: eventfd(0, EventfdFlags::CLOEXEC)?,
         })
-    }
-
-    pub fn uffd(&self) -> &Uffd {
-        &self.uffd
     }
 
     /// Opens the window, after the thread that waits for the last one.

@@ -18,8 +18,8 @@
 use std::io::{Read, Result, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
 use ebb_core::page_hash::{Key, LINE, LINES};
@@ -50,7 +50,8 @@ const WAITS: (u32, Duration) = (50, Duration::from_micros(200));
 /// Threads that may be there at once: each ends a piece after its socket does.
 const THREADS: usize = 4;
 
-static RUNNING: AtomicUsize = AtomicUsize::new(0);
+/// Each thread that is there holds it.
+static RUNNING: LazyLock<Arc<()>> = LazyLock::new(Arc::default);
 
 /// The pages of the guest's map, as far as it is known.
 type Map = Arc<Mutex<Vec<MapPage>>>;
@@ -75,8 +76,9 @@ impl Hasher {
         if domain != Ok(AddressFamily::UNIX) || kind != Ok(SocketType::STREAM) {
             return Err("what came is not the socket that was to come".into());
         }
-        if RUNNING.fetch_add(1, SeqCst) >= THREADS {
-            RUNNING.fetch_sub(1, SeqCst);
+        let running = Arc::clone(&RUNNING);
+        // Beside the static and this one.
+        if Arc::strong_count(&running) - 2 >= THREADS {
             return Err("the threads of earlier scans are still there".into());
         }
         let map = Map::default();
@@ -90,17 +92,12 @@ impl Hasher {
                 let serve = std::panic::AssertUnwindSafe(|| served.serve(&theirs));
                 let _ = std::panic::catch_unwind(serve);
                 let _ = rustix::net::shutdown(&theirs, Shutdown::Both);
-                RUNNING.fetch_sub(1, SeqCst);
+                drop(running);
             })?;
             Ok(socket)
         };
-        match spawn() {
-            Ok(socket) => Ok(Hasher { socket, map }),
-            Err(e) => {
-                RUNNING.fetch_sub(1, SeqCst);
-                Err(format!("cannot start a thread for it: {e}"))
-            }
-        }
+        let socket = spawn().map_err(|e| format!("cannot start a thread for it: {e}"))?;
+        Ok(Hasher { socket, map })
     }
 
     /// The guest's map is there; empty: it is not known. Called again and again, so that
@@ -129,10 +126,6 @@ struct Served {
 }
 
 impl Served {
-    fn pages(&self) -> Vec<MapPage> {
-        self.map.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
     /// Until the socket ends, or something comes that is no question.
     fn serve(mut self, mut socket: &UnixStream) -> Option<()> {
         socket.set_nonblocking(false).ok()?;
@@ -151,7 +144,8 @@ impl Served {
     /// `None`: some of it is not RAM that can be merged.
     fn answer(&mut self, request: &HashRequest) -> Option<HashReply> {
         let (begun, key) = (cpu_ns(), Key::new(request.secret));
-        let mut free = Free { ram: &self.ram, pages: self.pages(), last: None };
+        let pages = self.map.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut free = Free { ram: &self.ram, pages, last: None };
         let mut runs = Vec::new();
         let mut reply = HashReply::default();
         for &range in &request.ranges {

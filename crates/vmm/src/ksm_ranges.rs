@@ -66,7 +66,7 @@ pub fn leave_ksm(ram: &Ram, open: &Open, below: Option<Bytes>) -> Result<(), Blo
 
 /// Anonymous RAM; pieces that adjoin in this process are one range, as the scanner sees them.
 fn anonymous(ram: &Ram) -> Vec<Range> {
-    let pieces = ram.pieces().iter().filter(|p| matches!(p.kind, Kind::Anonymous));
+    let pieces = ram.pieces.iter().filter(|p| matches!(p.kind, Kind::Anonymous));
     let mut ranges: Vec<Range> = pieces.map(|p| Range { start: p.hva, len: p.size }).collect();
     ranges.sort_unstable_by_key(|r| r.start);
     let mut joined = Vec::new();
@@ -74,9 +74,10 @@ fn anonymous(ram: &Ram) -> Vec<Range> {
     joined
 }
 
+/// Takes ranges out of KSM and breaks what is merged of them; their contents stay.
 fn close(ranges: &[Range]) -> Result<(), String> {
     for range in ranges {
-        match sys::unmergeable(*range) {
+        match sys::advise(*range, libc::MADV_UNMERGEABLE) {
             // A kernel without KSM does not know the advice.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {}
             Err(e) => return Err(format!("RAM cannot be taken out of KSM: {e}")),
@@ -89,7 +90,7 @@ fn close(ranges: &[Range]) -> Result<(), String> {
 /// What is open to KSM: ranges of anonymous RAM, sorted and apart.
 #[derive(Debug, Default)]
 pub struct Open {
-    ranges: Vec<Range>,
+    pub ranges: Vec<Range>,
     /// When what was free in them could not be closed.
     kept: Option<Instant>,
 }
@@ -180,14 +181,6 @@ impl Open {
         close(&never_open(ram))
     }
 
-    pub fn count(&self) -> usize {
-        self.ranges.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.ranges.is_empty()
-    }
-
     /// Those of these bits that are open.
     pub fn of(&self, part: &Part, bits: &Bits) -> Bits {
         let (mut closed, mut open) = (*bits, *bits);
@@ -244,7 +237,7 @@ fn check(ram: &Ram, want: &[Range]) -> Result<Vec<Range>, String> {
 fn never_open(ram: &Ram) -> Vec<Range> {
     let here =
         |(gpa, end): &(u64, u64)| Some(Range { start: ram.hva(*gpa, end - gpa)?, len: end - gpa });
-    if !ram.pieces().first().is_some_and(|p| matches!(p.kind, Kind::Anonymous)) {
+    if !ram.pieces.first().is_some_and(|p| matches!(p.kind, Kind::Anonymous)) {
         return Vec::new();
     }
     NEVER_OPEN.iter().filter_map(here).collect()

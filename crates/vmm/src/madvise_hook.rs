@@ -41,7 +41,7 @@ impl DiscardLock {
     /// From now on; a call that was under way without a turn has ended when this
     /// returns. `None`: too many agents are in this process.
     pub fn begin(guard: &Arc<Guard>, ram: &Ram) -> Option<DiscardLock> {
-        let ranges = ram.pieces().iter().map(|p| Range { start: p.hva, len: p.size });
+        let ranges = ram.pieces.iter().map(|p| Range { start: p.hva, len: p.size });
         let mut new = Some(Held { guard: Arc::clone(guard), ram: ranges.collect() });
         let mut slots = HELD.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(slot) = slots.iter_mut().find(|s| s.is_none()) {

@@ -29,7 +29,7 @@ impl RealTime {
 impl Drop for RealTime {
     fn drop(&mut self) {
         if self.0 {
-            sys::real_time_end();
+            let _ = sys::set_scheduler(libc::SCHED_OTHER, 0);
         }
     }
 }

@@ -67,8 +67,10 @@ pub type Bits = [u64; MAP_WORDS];
 
 #[derive(Debug)]
 pub struct Ram {
-    pieces: Vec<Piece>,
-    ranges: Vec<Range>,
+    /// By guest-physical address.
+    pub pieces: Vec<Piece>,
+    /// Their guest-physical addresses.
+    pub ranges: Vec<Range>,
     pagemap: Option<File>,
     memory: Option<File>,
     pidfd: Option<OwnedFd>,
@@ -80,10 +82,8 @@ impl Ram {
         let maps = std::fs::read_to_string("/proc/self/maps")
             .map_err(|e| format!("cannot read /proc/self/maps: {e}"))?;
         let maps = parse_maps(&maps);
-        let mut pieces = Vec::new();
-        for s in segments {
-            pieces.push(check_segment(s, &maps)?);
-        }
+        let pieces = segments.iter().map(|s| check_segment(s, &maps));
+        let mut pieces: Vec<Piece> = pieces.collect::<Result<_, _>>()?;
         pieces.sort_by_key(|p| p.gpa);
         if pieces.windows(2).any(|w| w[0].gpa + w[0].size > w[1].gpa) {
             return Err("segments of RAM overlap".into());
@@ -94,15 +94,6 @@ impl Ram {
         let ranges = pieces.iter().map(|p| Range { start: p.gpa, len: p.size }).collect();
         let memory = File::open("/proc/self/mem").ok();
         Ok(Ram { pieces, ranges, pagemap: pagemap(), memory, pidfd: sys::discard_all_probe() })
-    }
-
-    /// All pieces, by guest-physical address.
-    pub fn pieces(&self) -> &[Piece] {
-        &self.pieces
-    }
-
-    pub fn ranges(&self) -> &[Range] {
-        &self.ranges
     }
 
     /// Whether some of it is anonymous.

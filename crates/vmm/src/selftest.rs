@@ -11,6 +11,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use ebb_core::wire::abi::PAGE;
 
@@ -56,17 +57,14 @@ fn check(uffd: &Uffd, disturb: &mut dyn FnMut(&Mapping)) -> Result<(), Failed> {
         sys::cold(Range { start: all.start + PAGE, len: PAGE }).map_err(unknown("MADV_COLD"))?;
         disturb(&memory);
         whole(&pagemap, all, "a huge page of zeros is split")?;
-        match sys::page_out(all) {
+        match sys::advise(all, libc::MADV_PAGEOUT) {
             Ok(()) => whole(&pagemap, all, "it is paged out")?,
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {}
             Err(e) => return Err(unknown("MADV_PAGEOUT")(e)),
         }
         // Reading brings it back.
-        let words = memory.words();
-        let sum = |n: u64, page: &[std::sync::atomic::AtomicU64]| {
-            n | page[0].load(std::sync::atomic::Ordering::Relaxed)
-        };
-        if words.chunks(PAGE as usize / 8).fold(0, sum) != 0 {
+        let is_zero = |page: &[AtomicU64]| page[0].load(Relaxed) == 0;
+        if !memory.words().chunks(PAGE as usize / 8).all(is_zero) {
             return Err(Failed::Loses("a page came back from swap as another".into()));
         }
         whole(&pagemap, all, "it is read again")
@@ -108,7 +106,8 @@ fn huge_page() -> io::Result<Option<Mapping>> {
         memory.bytes_mut().chunks_mut(PAGE as usize).for_each(|page| page[0] = 1);
         memory.bytes_mut().chunks_mut(PAGE as usize).for_each(|page| page[0] = 0);
         let all = Range { start: memory.address(), len: HUGE as u64 };
-        let _ = sys::collapse(all);
+        // Linux 6.1 and later.
+        let _ = sys::advise(all, libc::MADV_COLLAPSE);
         let mut huge = false;
         match sys::pagemap_scan(pagemap.as_fd(), all, false, |_, is_huge| huge |= is_huge) {
             Ok(()) if huge => return Ok(Some(memory)),

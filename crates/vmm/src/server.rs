@@ -159,17 +159,14 @@ impl Session {
         agent: &mut Agent,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> ReplyResult {
-        let descriptor = match (command, &self.arrived) {
-            (Command::Attach(_) | Command::Hashes, Arrived::Many) => {
-                self.arrived = Arrived::None;
+        let takes_one = matches!(command, Command::Attach(_) | Command::Hashes);
+        let descriptor = match takes_one.then(|| std::mem::take(&mut self.arrived)) {
+            Some(Arrived::Many) => {
                 agent.detach();
                 return no("several descriptors came, one is taken: all were closed");
             }
-            (Command::Attach(_) | Command::Hashes, _) => match std::mem::take(&mut self.arrived) {
-                Arrived::One(fd) => Some(fd),
-                Arrived::None | Arrived::Many => None,
-            },
-            _ => None,
+            Some(Arrived::One(fd)) => Some(fd),
+            Some(Arrived::None) | None => None,
         };
         match agent.execute(command, descriptor, interrupt) {
             Ok(answer) => ReplyResult::Ok(answer),
@@ -216,7 +213,7 @@ fn serve(listener: &OwnedFd, quit: &OwnedFd, peers: Peers, faults: Faults) {
         }
         match called.then(|| accept(listener, peers)) {
             Some(Ok(Some(new))) if peer.is_none() => peer = Some(new),
-            Some(Ok(Some(new))) => new.answer(0, no("another daemon is connected")),
+            Some(Ok(Some(new))) => new.refuse("another daemon is connected"),
             Some(Err(_)) => deaf = Some(Instant::now() + CALL_AGAIN),
             Some(Ok(None)) | None => {}
         }
@@ -237,7 +234,7 @@ fn accept(listener: &OwnedFd, peers: Peers) -> Result<Option<Peer>> {
     if uid.is_root() || peers == Peers::Own && uid == rustix::process::geteuid() {
         return Ok(Some(peer));
     }
-    peer.answer(0, no("only root may (the VMM's own user as well with peer=own)"));
+    peer.refuse("only root may (the VMM's own user as well with peer=own)");
     Ok(None)
 }
 
@@ -281,8 +278,8 @@ impl Peer {
         Ok(got.bytes)
     }
 
-    fn answer(&self, id: u64, result: ReplyResult) {
-        send(&self.socket, &Reply { id, result }.line());
+    fn refuse(&self, why: &str) {
+        send(&self.socket, &Reply { id: 0, result: no(why) }.line());
     }
 }
 

@@ -134,30 +134,40 @@ fn place(start: u64, len: usize) -> iovec {
 /// Copies from several places of our own memory, in their order, into one
 /// buffer. Whole or an error: what is not mapped is one.
 pub fn copy_from(places: &[(u64, usize)], to: &mut [u8]) -> Result<()> {
-    let total: usize = places.iter().map(|p| p.1).sum();
-    if total > to.len() || places.len() > VECTOR_MAX {
-        return Err(Error::from_raw_os_error(libc::EINVAL));
-    }
-    let local = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total };
-    let remote = places.iter().map(|(start, len)| place(*start, *len));
+    let all = places.iter().map(|(start, len)| place(*start, *len));
     let mut few = [place(0, 0); 4];
     let many: Vec<iovec>;
     let list = if places.len() <= few.len() {
-        few.iter_mut().zip(remote).for_each(|(slot, place)| *slot = place);
+        few.iter_mut().zip(all).for_each(|(slot, place)| *slot = place);
         &few[..places.len()]
     } else {
-        many = remote.collect();
+        many = all.collect();
         &many[..]
     };
-    // SAFETY: `local` describes `to`, which is exclusively ours; the remote side
-    // is only read, by the kernel, which checks every address.
-    let n = unsafe {
-        libc::process_vm_readv(libc::getpid(), &local, 1, list.as_ptr(), list.len() as c_ulong, 0)
-    };
-    match check(n as c_long)? {
-        n if n == total => Ok(()),
+    match copy(list, to, true)? {
+        n if n == places.iter().map(|p| p.1).sum::<usize>() => Ok(()),
         _ => Err(Error::from_raw_os_error(libc::EFAULT)),
     }
+}
+
+/// Copies from places into one buffer, of which the kernel pins the former (`pins`) or the latter;
+/// returns bytes copied from the front.
+fn copy(list: &[iovec], to: &mut [u8], pins: bool) -> Result<usize> {
+    let total = list.iter().map(|p| p.iov_len).sum();
+    if total > to.len() || list.len() > VECTOR_MAX {
+        return Err(Error::from_raw_os_error(libc::EINVAL));
+    }
+    let to = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total };
+    let (from, count) = (list.as_ptr(), list.len() as c_ulong);
+    // SAFETY: `to` is exclusively ours and long enough; the other places are only read, by
+    // the kernel, which checks every address.
+    let n = unsafe {
+        match pins {
+            true => libc::process_vm_readv(libc::getpid(), &to, 1, from, count, 0),
+            false => libc::process_vm_writev(libc::getpid(), from, count, &to, 1, 0),
+        }
+    };
+    check(n as c_long)
 }
 
 /// Stores one word with a single store, where the caller has just found RAM.
@@ -178,17 +188,7 @@ pub fn store_u64(address: u64, value: u64) {
 pub fn copy_as_is(places: impl Iterator<Item = Range>, to: &mut [u8]) -> Result<usize> {
     let mut list = Vec::with_capacity(VECTOR_MAX);
     list.extend(places.map(|p| place(p.start, p.len as usize)));
-    let total = list.iter().map(|p| p.iov_len).sum();
-    if total > to.len() || list.len() > VECTOR_MAX {
-        return Err(Error::from_raw_os_error(libc::EINVAL));
-    }
-    let to = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total };
-    // SAFETY: `to` is exclusively ours and long enough; the other places are only read, by
-    // the kernel, which checks every address.
-    let n = unsafe {
-        libc::process_vm_writev(libc::getpid(), list.as_ptr(), list.len() as c_ulong, &to, 1, 0)
-    };
-    check(n as c_long)
+    copy(&list, to, false)
 }
 
 /// Hints to the processor to fetch these bytes into its cache; does nothing where nothing
@@ -225,12 +225,8 @@ pub fn real_time_begin() -> bool {
     policy == libc::SCHED_OTHER && set_scheduler(libc::SCHED_FIFO, 1).is_ok()
 }
 
-/// Makes this thread an ordinary one again.
-pub fn real_time_end() {
-    let _ = set_scheduler(libc::SCHED_OTHER, 0);
-}
-
-fn set_scheduler(policy: c_int, priority: c_int) -> Result<()> {
+/// `SCHED_OTHER` and 0 make this thread an ordinary one.
+pub fn set_scheduler(policy: c_int, priority: c_int) -> Result<()> {
     // SAFETY: plain numbers; all of it zero is a valid value.
     let mut param = unsafe { std::mem::zeroed::<libc::sched_param>() };
     param.sched_priority = priority;
@@ -261,21 +257,9 @@ pub fn pagemap_scan(
     while start < end {
         let vec = regions.as_mut_ptr() as u64;
         let any = if swapped { PAGE_IS_PRESENT | PAGE_IS_SWAPPED } else { PAGE_IS_PRESENT };
+        let (len, zero, huge) = (most as u64, PAGE_IS_PFNZERO, PAGE_IS_HUGE);
         // size flags start end walk_end vec vec_len max_pages inverted mask anyof return
-        let mut arg: [u64; 12] = [
-            96,
-            0,
-            start,
-            end,
-            0,
-            vec,
-            most as u64,
-            0,
-            PAGE_IS_PFNZERO,
-            PAGE_IS_PFNZERO,
-            any,
-            PAGE_IS_HUGE,
-        ];
+        let mut arg: [u64; 12] = [96, 0, start, end, 0, vec, len, 0, zero, zero, any, huge];
         let n = ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &mut arg)?.min(most);
         for r in &regions[..n] {
             let len = r.end.saturating_sub(r.start);
@@ -312,32 +296,18 @@ pub fn cold(range: Range) -> Result<()> {
     advise(range, libc::MADV_COLD)
 }
 
-/// Pages a range out to swap, where there is any.
-pub fn page_out(range: Range) -> Result<()> {
-    advise(range, libc::MADV_PAGEOUT)
-}
-
 /// Whether this process gets no transparent huge pages (`PR_SET_THP_DISABLE`).
 pub fn huge_pages_are_off() -> bool {
     // SAFETY: asks for a flag; reads and writes no memory.
     unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) == 1 }
 }
 
-/// Makes huge pages of a range now (6.1 on).
-pub fn collapse(range: Range) -> Result<()> {
-    advise(range, libc::MADV_COLLAPSE)
-}
-
-/// Takes a range out of KSM and breaks what is merged of it; its contents stay.
-pub fn unmergeable(range: Range) -> Result<()> {
-    advise(range, libc::MADV_UNMERGEABLE)
-}
-
 pub fn mergeable(range: Range) -> Result<()> {
     advise(range, libc::MADV_MERGEABLE)
 }
 
-fn advise(range: Range, advice: c_int) -> Result<()> {
+/// Gives the kernel advice about a range.
+pub(crate) fn advise(range: Range, advice: c_int) -> Result<()> {
     // SAFETY: Rust holds no reference into guest RAM, which is all that this is
     // called for; an unmapped range is an error.
     unsafe { madvise_itself(range.start as *mut _, range.len as usize, advice) }.map(drop)

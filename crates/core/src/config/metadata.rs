@@ -94,12 +94,11 @@ impl Overrides {
                 _ => return Err(wrong(format!("there is none of this name, only {KEYS}"))),
             }
         }
-        match all.max {
-            Some(max) if max.is_nothing() => {
+        match (all.min, all.max) {
+            (_, Some(max)) if max.is_nothing() => {
                 Err(format!("attribute max: {}", read::no_memory(max)))
             }
-            Some(max) if all.min.is_some_and(|min| min.is_above(max)) => {
-                let min = all.min.unwrap_or(max);
+            (Some(min), Some(max)) if min.is_above(max) => {
                 Err(format!("attribute min: {min} is above max, which is {max}"))
             }
             _ => Ok(all),

@@ -419,12 +419,9 @@ impl Checker<'_> {
         if at != DEFAULTS {
             settings.own = own;
         }
-        if settings.max.is_some_and(|max| settings.min.is_above(max)) {
-            let message = format!(
-                "min {} is above max {}: min must not exceed max",
-                settings.min,
-                settings.max.map(|m| m.to_string()).unwrap_or_default()
-            );
+        let min = settings.min;
+        if let Some(max) = settings.max.filter(|max| min.is_above(*max)) {
+            let message = format!("min {min} is above max {max}: min must not exceed max");
             return Err(self.fail(min_span, &field("min"), message));
         }
         Ok(settings)

@@ -9,10 +9,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::sample::{GuestStats, Link, VmSample};
+use crate::sample::{GuestStats, VmSample};
 use crate::state::{GuestRates, VmMemory};
 use crate::units::{Bytes, PAGE};
-use crate::wire::AgentState;
 
 /// Statistics older than this are not believed, milliseconds. QEMU is told to ask
 /// each second; a guest that misses four hangs, or has no working driver.
@@ -72,16 +71,10 @@ impl Trust {
     }
 }
 
-/// What the balloon and VMM settings add to a guest's statistics.
-pub(super) struct BalloonSetup {
-    pub ram: Bytes,
-    pub actual: Bytes,
-    pub deflate_on_oom: bool,
-}
-
 impl GuestModel {
     pub(super) fn new(
-        balloon: &BalloonSetup,
+        (ram, actual): (Bytes, Bytes),
+        deflate_on_oom: bool,
         stats: &GuestStats,
         m: &VmMemory,
         rates: Option<GuestRates>,
@@ -89,7 +82,6 @@ impl GuestModel {
         if stats.age_ms > STALE_MS {
             return None;
         }
-        let BalloonSetup { ram, actual, deflate_on_oom } = *balloon;
         // MemAvailable where the guest tells it (Linux 4.6+), else what is free.
         // No guest has more available than its size.
         let said = stats.available.or(stats.free)?.min(actual);
@@ -181,7 +173,7 @@ pub(crate) fn implausible(
     if available + ram.share(LEAST_NEED) > most {
         return Some(format!("{available} available of {most}: no kernel can do with the rest"));
     }
-    let map = vm.agent.as_ref().filter(|a| a.link == Link::Up && a.state == AgentState::Ready);
+    let map = vm.agent.as_ref().filter(|a| a.is_ready());
     // The balloon's numbers are up to a second older than the map.
     let apart = if stats.refaults.is_some() { slack } else { slack + slack };
     if let (Some(free), Some(in_map)) = (stats.free, map.and_then(|a| a.free))
@@ -265,12 +257,9 @@ pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sample::{AgentSample, BalloonSample, ProcessMemory};
+    use crate::sample::{AgentSample, BalloonSample, Link, ProcessMemory};
     use crate::state::{Doubt, Hot};
-
-    fn balloon(deflate_on_oom: bool) -> BalloonSetup {
-        BalloonSetup { ram: Bytes::gib(1), actual: Bytes::gib(1), deflate_on_oom }
-    }
+    use crate::wire::AgentState;
 
     fn stats(available_mib: u64) -> GuestStats {
         GuestStats { available: Some(Bytes::mib(available_mib)), ..GuestStats::default() }
@@ -281,13 +270,13 @@ mod tests {
         let ram = Bytes::gib(1);
         let lie = GuestStats { available: Some(Bytes(u64::MAX)), ..GuestStats::default() };
         let new = VmMemory::default();
-        let g = GuestModel::new(&balloon(true), &lie, &new, None).unwrap();
+        let g = GuestModel::new(GIB, true, &lie, &new, None).unwrap();
         assert_eq!((g.available, g.need), (ram, Bytes::ZERO));
-        let careful = GuestModel::new(&balloon(false), &lie, &new, None).unwrap();
+        let careful = GuestModel::new(GIB, false, &lie, &new, None).unwrap();
         assert!(careful.buffer > g.buffer.share(2.0), "it cannot deflate itself");
         let stale = GuestStats { age_ms: STALE_MS + 1, ..lie };
-        assert_eq!(GuestModel::new(&balloon(true), &stale, &new, None), None);
-        assert_eq!(GuestModel::new(&balloon(true), &GuestStats::default(), &new, None), None);
+        assert_eq!(GuestModel::new(GIB, true, &stale, &new, None), None);
+        assert_eq!(GuestModel::new(GIB, true, &GuestStats::default(), &new, None), None);
     }
 
     #[test]
@@ -298,7 +287,7 @@ mod tests {
             ..VmMemory::default()
         };
         let set = |mib| {
-            let g = GuestModel::new(&balloon(true), &stats, &hot(mib), None).unwrap();
+            let g = GuestModel::new(GIB, true, &stats, &hot(mib), None).unwrap();
             (g.working_set.0 >> 20, g.idle.0 >> 20)
         };
         assert_eq!(set(0), (424, 600));

@@ -194,14 +194,13 @@ impl HostModel {
                 // A v1 cgroup has no PSI of its own.
                 notified: memory.notified_at(sample.at).filter(|_| tells && psi.is_none()),
             };
-            limit.judge(&stall, memory.judged(&limit.name), dt_ms);
+            let before = memory.past(&limit.name).map(|(state, urgency, _)| (state, urgency));
+            limit.judge(&stall, before.unwrap_or_default(), dt_ms);
         }
         host.limits = limits.into_iter().map(|(limit, _)| limit).collect();
         host.known = true;
-        let offload_room = host.offload_room;
-        let tightest = tightest(&host.limits).map(|l| l.name.clone());
-        host.aim(host.limits.iter().position(|l| Some(&l.name) == tightest.as_ref()).unwrap_or(0));
-        HostModel { offload_room, ..host }
+        host.shown = tightest(&host.limits).cloned().unwrap_or_default();
+        host
     }
 
     /// Shows this limit as the host.
@@ -240,20 +239,13 @@ impl Limit {
         if self.state > Pressure::Clear {
             self.shortage = goal - counted;
         }
-        let promised = match self.promised {
-            Bytes(0) => String::new(),
-            p => format!(", {p} set aside for VMs that have just started"),
-        };
+        let Limit { name, headroom, capacity, reserve, .. } = &*self;
+        let aside = |p| format!(", {p} set aside for VMs that have just started");
+        let promised = self.promised.if_any(aside);
+        let suffers = by_stall > Pressure::Clear || self.stalls_elsewhere;
+        let stalls = if suffers { stall.words() } else { String::new() };
         self.why = format!(
-            "{} of {} left under {}, reserve {}{promised}{}",
-            self.headroom,
-            self.capacity,
-            self.name,
-            self.reserve,
-            match by_stall > Pressure::Clear || self.stalls_elsewhere {
-                true => stall.words(),
-                false => String::new(),
-            }
+            "{headroom} of {capacity} left under {name}, reserve {reserve}{promised}{stalls}"
         );
     }
 }

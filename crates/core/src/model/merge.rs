@@ -1,7 +1,7 @@
 //! What merging is decided on: the operator's wish, KSM's counters, each VM's part; and whose
 //! zero pages may be freed without it.
 
-use super::standing::{left_alone, unread};
+use super::standing::unread;
 use crate::config::{Config, MergeConfig, MergeMode, VmSettings};
 use crate::sample::{Ksm, Link, MergeSample, RunState, Sample, ScanSample, VmSample};
 
@@ -36,25 +36,11 @@ pub struct MergeVm {
     pub sample: MergeSample,
 }
 
-impl MergeVm {
-    pub(super) fn new(config: &Config, vm: &VmSample) -> Option<MergeVm> {
-        let settings = &config.settings_of(vm);
-        let sample = vm.merge.clone()?;
-        let fixed = untouchable(config, settings, vm);
-        Some(MergeVm { wanted: settings.merge, fixed, age_ms: vm.age_ms, sample })
-    }
-}
-
-/// Whether the kernel may be advised about a VM's RAM.
-pub(super) fn advisable(config: &Config, vm: &VmSample) -> bool {
-    vm.pinned.is_none() && untouchable(config, &config.settings_of(vm), vm).is_none()
-}
-
-/// Why nothing may be done to a VM's RAM now, whatever its guest says.
-pub(super) fn untouchable(config: &Config, settings: &VmSettings, vm: &VmSample) -> Option<String> {
-    let alone = left_alone(config, settings, vm);
+/// Why nothing may be done to a VM's RAM now, whatever its guest says. `unmanaged`: why Ebb does not
+/// act on it at all.
+pub(super) fn untouchable(unmanaged: Option<String>, vm: &VmSample) -> Option<String> {
     match (&vm.link, &vm.run) {
-        _ if alone.is_some() => alone,
+        _ if unmanaged.is_some() => unmanaged,
         _ if unread(vm).is_some() => unread(vm),
         _ if vm.hands_off.is_some() => Some("hands off, as was asked".into()),
         (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => Some(w.clone()),
@@ -66,11 +52,10 @@ pub(super) fn untouchable(config: &Config, settings: &VmSettings, vm: &VmSample)
     }
 }
 
-/// Why a VM's zero pages stay where they are; `None`: they may go. An agent's write-protection
-/// must not be lost with a page, pinned pages cannot go, and of what is open to it KSM
-/// takes care where Ebb steers it.
-pub(super) fn zeros_stay(config: &Config, vm: &VmSample) -> Option<String> {
-    let settings = &config.settings_of(vm);
+/// Why a VM's zero pages stay where they are although its RAM may be touched; `None`: they may go. An
+/// agent's write-protection must not be lost with a page, pinned pages cannot go, and of what is open
+/// to it KSM takes care where Ebb steers it.
+pub(super) fn zeros_stay(config: &Config, settings: &VmSettings, vm: &VmSample) -> Option<String> {
     let steered = config.merge.mode == MergeMode::On;
     let open = vm.merge.as_ref().and_then(|m| m.open);
     match () {
@@ -81,6 +66,6 @@ pub(super) fn zeros_stay(config: &Config, vm: &VmSample) -> Option<String> {
             Some(_) => "it is open to KSM, which merges them".into(),
             None => "it was not looked at yet".into(),
         }),
-        () => untouchable(config, settings, vm),
+        () => None,
     }
 }

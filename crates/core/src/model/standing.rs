@@ -59,11 +59,6 @@ pub(super) fn left_alone(config: &Config, settings: &VmSettings, vm: &VmSample) 
     }
 }
 
-/// Whether Ebb may act on it by its own resolve.
-pub(super) fn is_managed(config: &Config, settings: &VmSettings, vm: &VmSample) -> bool {
-    left_alone(config, settings, vm).is_none() && unread(vm).is_none()
-}
-
 /// Why nothing is taken from a VM whose settings may still be others.
 pub(super) fn unread(vm: &VmSample) -> Option<String> {
     match (&vm.claim, &vm.metadata) {

@@ -8,9 +8,10 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::guest::{BalloonSetup, distress, trust};
-use super::standing::{beyond_balloon, is_managed, left_alone, standing};
-use super::{GuestModel, Limit, MergeVm, Standing, Trust, merge};
+use super::guest::{distress, trust};
+use super::merge::{untouchable, zeros_stay};
+use super::standing::{beyond_balloon, left_alone, standing, unread};
+use super::{GuestModel, Limit, MergeVm, Standing, Trust};
 use crate::config::{Config, LEAST_FLOOR};
 use crate::sample::{AgentSample, HandsOff, RunState, Sample, VmId, VmSample, is_below};
 use crate::state::Memory;
@@ -135,12 +136,8 @@ const VMM_OWN: Bytes = Bytes::mib(64);
 impl VmModel {
     /// Whether a limit holds for it: the machine's does for all.
     pub fn is_below(&self, limit: &Limit) -> bool {
-        limit.is_host() || self.is_in(&limit.name, &limit.nodes)
-    }
-
-    /// Whether it is in this cgroup or one below it, or bound to no other nodes than these.
-    pub(super) fn is_in(&self, cgroup: &str, nodes: &[u32]) -> bool {
-        is_below((self.cgroup.as_deref(), &self.nodes), (cgroup, nodes))
+        let own = (self.cgroup.as_deref(), &self.nodes[..]);
+        limit.is_host() || is_below(own, (&limit.name, &limit.nodes))
     }
 
     /// What the host holds of its guest's memory, at most.
@@ -172,6 +169,11 @@ impl VmModel {
         let floor = settings.min.of(ram).max(LEAST_FLOOR).min(ceiling);
         let beyond = vm.balloon.as_ref().map_or(Bytes::ZERO, |b| b.beyond_balloon);
         let floor = if beyond == Bytes::ZERO { floor } else { floor.max(beyond + LEAST_ORDER) };
+        let limits = sample.host.pool.iter().chain(&sample.host.other_limits);
+        let above = limits.filter(|p| p.holds(vm.cgroup.as_deref(), &vm.nodes));
+        let unmanaged = left_alone(config, settings, vm);
+        let fixed = untouchable(unmanaged.clone(), vm);
+        let (wanted, age_ms) = (settings.merge, vm.age_ms);
         let mut model = VmModel {
             id: vm.id,
             name: vm.name.clone(),
@@ -181,7 +183,7 @@ impl VmModel {
             ceiling,
             whole,
             owed: actual.map_or(Bytes::ZERO, |a| m.ledger.owed(ram, a)),
-            managed: is_managed(config, settings, vm),
+            managed: unmanaged.is_none() && unread(vm).is_none(),
             by_metadata: config.metadata_words(vm),
             // The configuration's reader refuses others; a record may hold any.
             weight: Some(settings.weight).filter(|w| *w > 0.0 && w.is_finite()).unwrap_or(1.0),
@@ -192,25 +194,23 @@ impl VmModel {
             paused: vm.run == Some(RunState::Paused),
             hands_off: vm.hands_off,
             tasks: vm.tasks.clone(),
-            advisable: merge::advisable(config, vm),
+            advisable: vm.pinned.is_none() && fixed.is_none(),
             resident: vm.process.map(|p| p.resident()),
             swap: vm.process.map(|p| p.swap),
             shared_away: m.cold.away,
             agent: vm.agent.clone(),
-            merge: MergeVm::new(config, vm),
-            zeros_stay: merge::zeros_stay(config, vm).unwrap_or_default(),
+            swap_left: above.filter_map(|p| p.swap_left).min(),
+            zeros_stay: zeros_stay(config, settings, vm).or(fixed.clone()).unwrap_or_default(),
+            merge: vm.merge.clone().map(|sample| MergeVm { wanted, fixed, age_ms, sample }),
             ..VmModel::default()
         };
         if let (Some(actual), Some(stats)) = (actual, m.believed_stats(sample.at, vm)) {
             let deflate_on_oom = vm.balloon.as_ref().is_some_and(|b| b.deflates_on_oom());
-            let balloon = BalloonSetup { ram, actual, deflate_on_oom };
-            model.guest = GuestModel::new(&balloon, &stats, m, m.rates_at(sample.at));
+            let rates = m.rates_at(sample.at);
+            model.guest = GuestModel::new((ram, actual), deflate_on_oom, &stats, m, rates);
         }
-        let limits = sample.host.pool.iter().chain(&sample.host.other_limits);
-        let above = limits.filter(|p| p.swap_left.is_some() && model.is_in(&p.path, &p.nodes));
-        model.swap_left = above.filter_map(|p| p.swap_left).min();
         model.trust = trust(model.guest.as_ref(), m);
-        model.standing = standing(left_alone(config, settings, vm), vm, &model, m, sample.at);
+        model.standing = standing(unmanaged, vm, &model, m, sample.at);
         model.beyond_balloon = model.managed && beyond_balloon(vm, m, sample.at);
         let inflating = m.inflates(sample.at, actual);
         model.distress = model.guest.as_ref().map(|g| distress(g, inflating)).unwrap_or_default();

@@ -17,7 +17,7 @@ use crate::plan::LastResort;
 use crate::policy::allot::{Level, want};
 use crate::policy::recycle::to_come_in;
 use crate::policy::take::{base, idle, priced};
-use crate::state::{Memory, Recent, VmMemory};
+use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
 /// What a VM needs beyond its RAM: QEMU, page tables, devices.
@@ -143,7 +143,7 @@ pub fn supply(model: &Model, memory: &Memory) -> Supply {
         headroom: limit.headroom,
         reserve: limit.reserve,
         promised: limit.promised + limit.outstanding,
-        others: memory.others_under(&limit.name).map_or(Bytes::ZERO, Recent::highest)
+        others: memory.past(&limit.name).map_or(Bytes::ZERO, |past| past.2.highest())
             - model.others(),
         swap: host.offload_room.unwrap_or_default(),
         vms: model.vms.iter().filter(|vm| !vm.outside).map(of_vm).collect(),
@@ -157,10 +157,10 @@ fn vm_supply(at: Stamp, vm: &VmModel, m: &VmMemory) -> VmSupply {
         name: vm.name.clone(),
         rate: if m.rate >= 1.0 { m.rate } else { USUAL_RATE },
         may_take: owed - host_side,
+        // What is to come if all must go.
+        free: to_come_in(Pressure::Critical, vm, m),
         ..VmSupply::default()
     };
-    // What is to come if all must go.
-    supply.free = to_come_in(Pressure::Critical, vm, m);
     let ready = vm.standing == Standing::Ready && vm.distress.is_empty();
     if let (true, Some(actual), Some(g)) = (ready, vm.actual, vm.guest.as_ref()) {
         let base = base(m, actual);
@@ -212,22 +212,14 @@ fn why(supply: &Supply, request: &AdmissionRequest, a: &Admission) -> String {
     }
     let what = format!("{} × {} need {} with overhead", request.count, request.memory, a.need);
     let (keeps, has) = (supply.spoken_for(), supply.headroom);
-    let has = format!(
-        "the host {} its reserve{}{}",
-        if has < keeps {
-            format!("lacks {} of", keeps - has)
-        } else {
-            format!("has {} beyond", has - keeps)
-        },
-        match supply.promised {
-            Bytes(0) => String::new(),
-            p => format!(" and the {p} promised to VMs that start"),
-        },
-        match supply.others {
-            Bytes(0) => String::new(),
-            o => format!(" and the {o} that its other processes used within half an hour"),
-        }
-    );
+    let has = match has < keeps {
+        true => format!("lacks {} of", keeps - has),
+        false => format!("has {} beyond", has - keeps),
+    };
+    let promised = supply.promised.if_any(|p| format!(" and the {p} promised to VMs that start"));
+    let used = |o| format!(" and the {o} that its other processes used within half an hour");
+    let others = supply.others.if_any(used);
+    let has = format!("the host {has} its reserve{promised}{others}");
     let others: Bytes = a.from.iter().map(|g| g.bytes).sum();
     match (a.yes, a.from.len()) {
         (true, 0) => format!("{what}; {has}"),

@@ -276,7 +276,7 @@ pub(super) fn allot(
     let (with_swap, without) = CACHE_PART;
     let swaps = host.swap_left >= host.reserve.share(with_swap);
     let (most, least) = if swaps { (with_swap, HOST_LEAST.0) } else { (without, HOST_LEAST.1) };
-    let (others, lately) = (model.others(), memory.others_under(&host.name));
+    let (others, lately) = (model.others(), memory.past(&host.name).map(|past| past.2));
     // What others than VMs needed lately they are likely to need again.
     let keep_at = |level: Level| {
         let part = match level.host {
@@ -299,10 +299,7 @@ pub(super) fn allot(
     // What is left of it goes the same way to what comes next.
     let next = Level::of((fits + 1).min(TIMES + COMFORTS));
     let (now, then) = (need(level), need(next));
-    let part = match then > now {
-        true => (all - now).fraction_of(then - now).min(1.0),
-        false => 1.0,
-    };
+    let part = if then > now { (all - now).fraction_of(then - now).min(1.0) } else { 1.0 };
     let between = |short: Bytes, long: Bytes| short + (long - short).share(part);
     let mut parts = vec![None; model.vms.len()];
     for c in &claims {

@@ -14,7 +14,7 @@ use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Progress, Standing, VmMode
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Level, Part, want, weight};
-use crate::policy::give::{Fund, Grant, LAST, Wish, grant};
+use crate::policy::give::{Fund, LAST, Wish, grant};
 use crate::policy::limits::{View, below, least_parts};
 use crate::policy::recycle::usable;
 use crate::policy::take::{
@@ -84,12 +84,11 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[By
         // What guests are not to be asked for is still missing: later stages may have it.
         done.under.push(deferred + lacks(allot.shortage.max(shown.shortage)));
         let short = deferred + lacks(allot.shortage);
+        let has_some = short == Bytes::ZERO && host.known;
+        surplus.push((limit, if has_some { surplus_of(model, allot) } else { Bytes::ZERO }));
         if short == Bytes::ZERO {
-            let spare = if host.known { surplus_of(model, allot) } else { Bytes::ZERO };
-            surplus.push((limit, spare));
             continue;
         }
-        surplus.push((limit, Bytes::ZERO));
         let found = below(model, above) + below(model, &done.expected);
         let asked = Missing {
             all: short - found,
@@ -113,13 +112,9 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[By
     grow(model, memory, &surplus, &mut verdicts);
     done.deferred = view.total(&deferred);
     done.missing = view.total(&done.under);
-    done.verdicts = verdicts
-        .into_iter()
-        .zip(&model.vms)
-        .map(|(v, vm)| {
-            v.unwrap_or_else(|| Verdict::Hold(nothing_to_do(model, vm, of(vm), &allots)))
-        })
-        .collect();
+    let nothing = |vm| Verdict::Hold(nothing_to_do(model, vm, of(vm), &allots));
+    let all = verdicts.into_iter().zip(&model.vms);
+    done.verdicts = all.map(|(verdict, vm)| verdict.unwrap_or_else(|| nothing(vm))).collect();
     done
 }
 
@@ -165,30 +160,27 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
         }
         Standing::Ready | Standing::GiveOnly(_) => {}
     }
-    if m.reboot.is_some_and(|r| r.given.is_some()) {
-        return Some(after_reboot(model, vm, m.reboot.unwrap_or_default(), actual));
-    }
-    if is_poor(vm, m) {
-        return None; // all of these together: `relieve`
+    if let Some(r) = m.reboot.filter(|r| r.given.is_some()) {
+        return Some(after_reboot(model, vm, r, actual));
     }
     let shrinks = m.order.is_some_and(|o| o.to < actual && o.to < o.moved_from);
-    if vm.hands_off.is_some() && shrinks {
-        return Some(Verdict::Set { to: actual, reason: Reason::HandsOff });
-    }
-    if m.stalled(vm) {
-        return Some(Verdict::Set { to: actual, reason: Reason::Withdrawn });
-    }
-    if shrinks && m.order.is_some_and(|o| vm.guest.is_some_and(|g| o.to < g.need)) {
-        return Some(Verdict::Set { to: actual, reason: Reason::Needed });
-    }
-    if !vm.distress.is_empty() {
-        return Some(Verdict::Hold(format!("{}, but it has all it may", vm.distress)));
-    }
+    let needed = m.order.is_some_and(|o| vm.guest.is_some_and(|g| o.to < g.need));
     let busy = vm.agent.as_ref().is_some_and(|a| a.busy);
-    if actual > vm.ceiling && vm.standing == Standing::Ready && !busy {
-        return above_ceiling(model, vm, m, actual);
+    let withdraw = |reason| Some(Verdict::Set { to: actual, reason });
+    match () {
+        // All of these together: `relieve`.
+        () if is_poor(vm, m) => None,
+        () if vm.hands_off.is_some() && shrinks => withdraw(Reason::HandsOff),
+        () if m.stalled(vm) => withdraw(Reason::Withdrawn),
+        () if shrinks && needed => withdraw(Reason::Needed),
+        () if !vm.distress.is_empty() => {
+            Some(Verdict::Hold(format!("{}, but it has all it may", vm.distress)))
+        }
+        () if actual > vm.ceiling && vm.standing == Standing::Ready && !busy => {
+            above_ceiling(model, vm, m, actual)
+        }
+        () => None,
     }
-    None
 }
 
 /// When the new kernel speaks and QEMU still shows the old size, one MiB down and up again; not
@@ -337,8 +329,7 @@ fn relieve(
         if (starves || host_starves) && left.all <= wish.from && has_part(*i, wish) {
             continue;
         }
-        let g = Grant { to: left.all, deferred: wish.due - left.all };
-        verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, g));
+        verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, left.all));
     }
     deferred
 }
@@ -355,12 +346,10 @@ fn spoken_for(vm: &VmModel) -> Bytes {
     }
 }
 
-fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, g: Grant) -> Verdict {
-    let to = round_up(g.to).min(wish.all).max(wish.from);
-    let waits = match g.deferred {
-        Bytes(0) => String::new(),
-        d => format!("; {d} more when others have freed it"),
-    };
+/// `size`: what it is granted.
+fn granted(vm: &VmModel, m: &VmMemory, wish: &Wish, size: Bytes) -> Verdict {
+    let to = round_up(size).min(wish.all).max(wish.from);
+    let waits = (wish.due - size).if_any(|d| format!("; {d} more when others have freed it"));
     if m.reboot.is_some() {
         // Also where it is given nothing: an order from before the reset may be open.
         return Verdict::Set { to, reason: Reason::Rebooted };

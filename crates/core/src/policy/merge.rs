@@ -356,13 +356,9 @@ fn run(facts: &Facts, cores: f64, memory: &mut BurstMemory, mut burst: Burst) ->
     }
     memory.burst = Some(burst);
     let (batch, sleep_ms) = speed(cores, burst.last.1);
-    let planned = facts.planned;
-    let why = format!(
-        "{} planned for {:.1} s of CPU, within {} % of a core",
-        planned.saves(),
-        planned.cost_s(),
-        (cores.min(1.0) * 1000.0).round() / 10.0
-    );
+    let (saves, cost_s) = (facts.planned.saves(), facts.planned.cost_s());
+    let percent = (cores.min(1.0) * 1000.0).round() / 10.0;
+    let why = format!("{saves} planned for {cost_s:.1} s of CPU, within {percent} % of a core");
     // After the second it is judged whether another is worth it, and so on.
     let more = SCANS_LEAST.saturating_sub(scans).max(1);
     KsmdOrder::Run { batch, sleep_ms, cores, scans: facts.scans.saturating_add(more), why }

@@ -114,10 +114,7 @@ fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
         return None;
     }
     let quiet = model.at.since(m.cold.since);
-    match vm.paused {
-        true => Some(u64::MAX),
-        false => (quiet >= QUIET_MS).then_some(quiet),
-    }
+    if vm.paused { Some(u64::MAX) } else { (quiet >= QUIET_MS).then_some(quiet) }
 }
 
 /// What of it may still leave DRAM.

@@ -14,14 +14,7 @@ mod stats;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::boot::{Reboot, SETTLE_MS, Start};
-pub(super) use self::order::LOOK_MS;
-pub use self::order::{
-    BalloonOrder, Given, HARM_MS, Raised, SLOW_RATE, STILL_MS, STUCK_AFTER_MS, STUCK_FIRST_MS,
-    STUCK_MOST_MS,
-};
-pub use self::returned::{Footprint, Returned};
-pub use self::stats::{Doubt, Hot};
+pub use self::{boot::*, order::*, returned::*, stats::*};
 use super::{
     Cold, Contact, Fastest, Growth, GuestRates, Ledger, Recent, RecycleMemory, Sizes, Yields,
     ZeroMemory,
@@ -163,8 +156,7 @@ impl VmMemory {
         }
         self.follow_start(at, first, vm);
         self.follow_facts(at, vm);
-        let reset = vm.events.contains(&VmEvent::Reset);
-        if reset {
+        if vm.events.contains(&VmEvent::Reset) {
             self.forget_guest(at, wall_s);
         }
         self.follow_reboot(at, wall_s, vm);

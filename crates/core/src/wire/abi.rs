@@ -45,36 +45,18 @@ pub const TICK_MS_MAX: u32 = 1000;
 /// Why a header, or what it points to, is not believed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum Bad {
-    /// Not a header at all.
-    #[error("no magic")]
-    Magic,
     /// Written for another host.
     #[error("version {0}, this host speaks {VERSION}")]
     Version(u32),
-    /// The static part was damaged or never whole.
-    #[error("wrong checksum")]
-    Checksum,
-    /// A copy of a header that is elsewhere.
-    #[error("its address is another one")]
-    Moved,
-    /// Sizes or limits that no module writes.
-    #[error("impossible {0}")]
-    Field(&'static str),
     /// Extents change right now: look again.
     #[error("extents are changing")]
     Changing,
-    /// It points outside of RAM.
-    #[error("{0} outside of RAM")]
-    Outside(&'static str),
-    /// Two extents for the same pages, or one page used twice.
-    #[error("overlapping {0}")]
-    Overlap(&'static str),
-    #[error("too many {0}")]
-    TooMany(&'static str),
+    /// It is none, or lies.
+    #[error("{0}")]
+    Wrong(&'static str),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestState {
     /// First scan: do not use.
     Starting,
@@ -127,8 +109,6 @@ pub struct Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LivePart {
     pub state: GuestState,
-    /// Why it is not [`GuestState::Running`].
-    pub reason: u32,
     /// Longest time between two beats of a running guest, 1 to [`TICK_MS_MAX`].
     pub tick_ms: u32,
     /// Sign of life.
@@ -181,7 +161,6 @@ impl LivePart {
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> LivePart {
         LivePart {
             state: GuestState::from_word(u32_at(bytes, 128)),
-            reason: u32_at(bytes, 132),
             tick_ms: u32_at(bytes, 136).clamp(1, TICK_MS_MAX),
             beat: u64_at(bytes, 192),
             beat_check: u64_at(bytes, 200),
@@ -202,7 +181,7 @@ impl Header {
     /// Checks a copy of the page's first bytes, found at `gpa`.
     pub fn parse(bytes: &[u8; HEADER_BYTES], gpa: u64) -> Result<Header, Bad> {
         if bytes[..16] != MAGIC {
-            return Err(Bad::Magic);
+            return Err(Bad::Wrong("no magic"));
         }
         let mut fixed = [0; STATIC_BYTES];
         fixed.copy_from_slice(&bytes[..STATIC_BYTES]);
@@ -211,23 +190,24 @@ impl Header {
             return Err(Bad::Version(version));
         }
         if u64_at(bytes, 32) != checksum(&fixed) {
-            return Err(Bad::Checksum);
+            return Err(Bad::Wrong("wrong checksum"));
         }
         if u64_at(bytes, 24) != gpa {
-            return Err(Bad::Moved);
+            return Err(Bad::Wrong("its address is another one"));
         }
         let order = u32_at(bytes, 68);
         let pfn_limit = u64_at(bytes, 72);
         // Later versions of the module may append; less is not version 1.
         let size = u32_at(bytes, 20) as usize;
-        for (good, field) in [
-            ((HEADER_BYTES..=PAGE as usize).contains(&size), "size"),
-            (u32_at(bytes, 64) == 12, "page size"),
-            (order <= 10, "order"),
-            ((1..=u64::from(MAP_PAGES_MAX) * MAP_PFNS).contains(&pfn_limit), "pfn limit"),
+        let limits = 1..=u64::from(MAP_PAGES_MAX) * MAP_PFNS;
+        for (good, why) in [
+            ((HEADER_BYTES..=PAGE as usize).contains(&size), "impossible size"),
+            (u32_at(bytes, 64) == 12, "impossible page size"),
+            (order <= 10, "impossible order"),
+            (limits.contains(&pfn_limit), "impossible pfn limit"),
         ] {
             if !good {
-                return Err(Bad::Field(field));
+                return Err(Bad::Wrong(why));
             }
         }
         let text = bytes[88..112].iter().take_while(|b| b.is_ascii_graphic());
@@ -282,7 +262,7 @@ impl Layout {
             return Err(Bad::Changing);
         }
         if live.extent_pages > EXTENT_PAGES_MAX {
-            return Err(Bad::TooMany("extent pages"));
+            return Err(Bad::Wrong("too many extent pages"));
         }
         let mut pages = Vec::new();
         let (mut next, mut total) = (live.extents_gpa, 0u64);
@@ -292,20 +272,20 @@ impl Layout {
                 break;
             }
             if next % PAGE != 0 || !ram.iter().any(|r| r.holds(next, PAGE)) {
-                return Err(Bad::Outside("a page of extents"));
+                return Err(Bad::Wrong("a page of extents outside of RAM"));
             }
-            let page = read(next).ok_or(Bad::Outside("a page of extents"))?;
+            let page = read(next).ok_or(Bad::Wrong("a page of extents outside of RAM"))?;
             next = u64_at(&page, 0);
             collect_page(&page, header.pfn_limit, ram, &mut pages, &mut total)?;
         }
         pages.sort_unstable_by_key(|p| p.pfn);
         if pages.windows(2).any(|w| w[0].pfn == w[1].pfn) {
-            return Err(Bad::Overlap("extents"));
+            return Err(Bad::Wrong("overlapping extents"));
         }
         let mut places: Vec<u64> = pages.iter().map(|p| p.gpa).collect();
         places.sort_unstable();
         if places.windows(2).any(|w| w[0] == w[1]) {
-            return Err(Bad::Overlap("map pages"));
+            return Err(Bad::Wrong("overlapping map pages"));
         }
         Ok(Layout { generation: live.generation, pages })
     }
@@ -321,22 +301,22 @@ fn collect_page(
 ) -> Result<(), Bad> {
     let count = u32_at(page, 8);
     if count > EXTENTS_A_PAGE {
-        return Err(Bad::TooMany("extents in a page"));
+        return Err(Bad::Wrong("too many extents in a page"));
     }
     for i in 0..count as usize {
         let at = 16 + 16 * i;
         let (gpa, first, len) = (u64_at(page, at), u32_at(page, at + 8), u32_at(page, at + 12));
         *total += u64::from(len);
         if len == 0 || *total > u64::from(MAP_PAGES_MAX) {
-            return Err(Bad::TooMany("map pages"));
+            return Err(Bad::Wrong("too many map pages"));
         }
         // Both below 2^32 and 2^15: no overflow.
         if (u64::from(first) + u64::from(len)) * MAP_PFNS > pfn_limit {
-            return Err(Bad::Field("extent beyond the pfn limit"));
+            return Err(Bad::Wrong("impossible extent beyond the pfn limit"));
         }
         let bytes = u64::from(len) * PAGE;
         if gpa % PAGE != 0 || gpa == 0 || !ram.iter().any(|r| r.holds(gpa, bytes)) {
-            return Err(Bad::Outside("a map page"));
+            return Err(Bad::Wrong("a map page outside of RAM"));
         }
         for k in 0..u64::from(len) {
             let pfn = (u64::from(first) + k) * MAP_PFNS;
@@ -345,7 +325,7 @@ fn collect_page(
                 pages.push(MapPage { pfn, gpa: gpa + k * PAGE });
                 // Each is 128 MiB of RAM at least in part, if none comes twice.
                 if pages.len() as u64 > sections(ram) {
-                    return Err(Bad::Overlap("extents"));
+                    return Err(Bad::Wrong("overlapping extents"));
                 }
             }
         }

@@ -78,8 +78,7 @@ impl HashRequest {
         if HashRequest::rest(head)? != rest.len() {
             return None;
         }
-        let mut secret = [0; SECRET];
-        secret.copy_from_slice(&head[16..]);
+        let secret = *head.last_chunk()?;
         let lines = [false, true].into_iter().find(|l| u64::from(*l) == u64_at(head, 8))?;
         let range = |r| Range { start: u64_at(r, 0), len: u64_at(r, 8) };
         let ranges: Vec<Range> = rest.chunks_exact(RANGE).map(range).collect();

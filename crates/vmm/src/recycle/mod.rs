@@ -52,16 +52,6 @@ const WEIGHT: std::ops::RangeInclusive<usize> = 256..=32768;
 /// Most runs in a window: each may need a place of its own when their bits are read, and the
 /// header needs one.
 const RUNS_MAX: usize = sys::VECTOR_MAX - 1;
-/// What the map pages said at the last mark, in the layout's order.
-#[derive(Clone, Debug, Default)]
-pub struct Marks(pub Vec<(u64, Box<Bits>)>);
-
-impl Marks {
-    fn of(&self, pfn: u64) -> Option<&Bits> {
-        let at = self.0.binary_search_by_key(&pfn, |m| m.0).ok()?;
-        Some(&self.0[at].1)
-    }
-}
 
 /// The size of the next window, in what single pages cost, and the pfn where the next call
 /// begins.
@@ -80,7 +70,8 @@ impl Default for Pace {
 /// What is kept from call to call.
 #[derive(Debug, Default)]
 pub struct Work {
-    pub marks: Marks,
+    /// What the map pages said at the last mark, by pfn.
+    pub marks: Vec<(u64, Box<Bits>)>,
     pace: Pace,
     /// Since attach.
     pub counters: Counters,
@@ -118,9 +109,8 @@ const BELOW_1M: [std::ops::Range<u64>; 2] = [0x30..0x50, 0xa0..0x100];
 enum Stop {
     /// As much was taken as was asked for.
     Enough,
+    /// No window may be opened any more: time is up, or something more urgent waits.
     Late,
-    /// No window may be opened any more.
-    Interrupted,
     /// Nothing more may be discarded in this call: the map is in doubt, a device or socket was
     /// opened, or a system call failed.
     Doubt,
@@ -178,13 +168,8 @@ impl Recycler<'_> {
         let (before, after) =
             pages.split_at(pages.partition_point(|p| p.pfn < self.work.pace.next));
         self.work.pace.next = 0;
-        let mut stopped = None;
-        for pass in passes {
-            stopped = self.pass(*pass, after.iter().chain(before), &mut call);
-            if stopped.is_some() {
-                break;
-            }
-        }
+        let one = |pass: &Pass| self.pass(*pass, after.iter().chain(before), &mut call);
+        let stopped = passes.iter().find_map(one);
         if let Some(pfn) = stopped {
             self.work.pace.next = call.batch.first().map_or(pfn, |page| page.pfn);
             call.done.more = true;
@@ -227,7 +212,7 @@ impl Recycler<'_> {
         }
         match self.flush(call) {
             Ok(()) => None,
-            Err(Stop::Late | Stop::Interrupted) if call.batch.runs.is_empty() => None,
+            Err(Stop::Late) if call.batch.runs.is_empty() => None,
             Err(_) => Some(last),
         }
     }
@@ -366,10 +351,8 @@ impl Recycler<'_> {
         let taken = self.one_window(&batch, call);
         call.batch = batch;
         call.batch.done(taken?);
-        if (call.interrupt)() {
-            return Err(Stop::Interrupted);
-        }
-        if Instant::now() >= call.until { Err(Stop::Late) } else { Ok(()) }
+        let late = (call.interrupt)() || Instant::now() >= call.until;
+        if late { Err(Stop::Late) } else { Ok(()) }
     }
 
     /// Takes runs of a batch, as many as fit; gives their number.
@@ -499,16 +482,16 @@ impl Recycler<'_> {
     fn usable(&self, page: &MapPage, mut free: Bits, want: &Recycle) -> Option<Bits> {
         self.keep_usable(page, &mut free);
         if want.marked {
-            let marked = self.work.marks.of(page.pfn)?;
-            free.iter_mut().zip(marked).for_each(|(f, m)| *f &= m);
+            let at = self.work.marks.binary_search_by_key(&page.pfn, |m| m.0).ok()?;
+            free.iter_mut().zip(&self.work.marks[at].1[..]).for_each(|(f, m)| *f &= m);
         }
         Some(free)
     }
 
     /// Copies the map, for `marked`.
-    pub fn mark(&self) -> Option<Marks> {
+    pub fn mark(&self) -> Option<Vec<(u64, Box<Bits>)>> {
         let copy = |p: &MapPage| Some((p.pfn, Box::new(self.ram.bits(p.gpa)?)));
-        Some(Marks(self.proven.layout.pages.iter().map(copy).collect::<Option<_>>()?))
+        self.proven.layout.pages.iter().map(copy).collect()
     }
 }
 

@@ -205,8 +205,8 @@ impl Recycler<'_> {
         self.work.counters.runs += ranges.len() as u64;
         self.work.counters.saved_pages += saved;
         // Nothing of anonymous memory that was discarded is protected any more.
-        let anonymous = matches!(self.ram.pieces()[part.piece].kind, Kind::Anonymous);
-        let lift = |run: &Run| self.guard.uffd().lift(part.range(run.first, run.len)).is_ok();
+        let anonymous = matches!(self.ram.pieces[part.piece].kind, Kind::Anonymous);
+        let lift = |run: &Run| self.guard.uffd.lift(part.range(run.first, run.len)).is_ok();
         Ok(anonymous && kept.iter().all(lift))
     }
 
@@ -226,7 +226,7 @@ impl Recycler<'_> {
             }
             unlooked += run.weight();
             let range = batch.parts[run.at].1.range(run.first, run.len);
-            self.guard.uffd().protect(range).map_err(|_| Stop::Doubt)?;
+            self.guard.uffd.protect(range).map_err(|_| Stop::Doubt)?;
         }
         Ok(runs.len())
     }
@@ -343,7 +343,7 @@ impl Drop for Lift<'_> {
 
 impl Lift<'_> {
     fn lift(&self, part: &Part, runs: &[Run], wake_only: bool) {
-        let uffd = self.guard.uffd();
+        let uffd = &self.guard.uffd;
         let first = runs.iter().map(|r| r.first).min().unwrap_or(0);
         let end = runs.iter().map(|r| r.first + r.len).max().unwrap_or(first);
         if wake_only && end > first {

@@ -9,10 +9,9 @@ use serde::{Deserialize, Serialize};
 use super::{FORGIVE_MS, VmMemory};
 use crate::model::STALE_MS;
 use crate::model::guest::{claims_too_much, free_and_cache, implausible};
-use crate::sample::{AgentSample, GuestStats, Link, RunState, VmSample};
+use crate::sample::{GuestStats, Link, RunState, VmSample};
 use crate::state::{Growth, GuestRates};
 use crate::units::{Bytes, PAGE, Stamp};
-use crate::wire::AgentState;
 
 /// A contradiction is over when it has not come again in this time.
 const DOUBT_MS: u64 = 10_000;
@@ -73,8 +72,7 @@ impl VmMemory {
     }
 
     pub(super) fn follow_facts(&mut self, at: Stamp, vm: &VmSample) {
-        let ready = |a: &&AgentSample| a.link == Link::Up && a.state == AgentState::Ready;
-        let facts = vm.agent.as_ref().filter(ready).and_then(|a| a.facts);
+        let facts = vm.agent.as_ref().filter(|a| a.is_ready()).and_then(|a| a.facts);
         self.facts = match (facts, self.facts) {
             // A module that fills in nothing yet has no clock.
             (Some(f), Some((changed, time))) if f.time_ns == time => Some((changed, time)),

@@ -69,17 +69,20 @@ fn each_lie_in_the_static_part_is_found() {
         seal(&mut b);
         Header::parse(&b, 0x3000).unwrap_err()
     };
-    assert_eq!(with(0, &[0]), Bad::Magic);
+    assert_eq!(with(0, &[0]), Bad::Wrong("no magic"));
     assert_eq!(with(16, &[2]), Bad::Version(2));
-    assert_eq!(with(20, &u32::MAX.to_le_bytes()), Bad::Field("size"));
-    assert_eq!(with(20, &[0, 0]), Bad::Field("size"));
-    assert_eq!(with(64, &[13]), Bad::Field("page size"));
-    assert_eq!(with(68, &[11]), Bad::Field("order"));
-    assert_eq!(with(72, &u64::MAX.to_le_bytes()), Bad::Field("pfn limit"));
-    assert_eq!(Header::parse(&header(0x3000), 0x4000), Err(Bad::Moved));
+    assert_eq!(with(20, &u32::MAX.to_le_bytes()), Bad::Wrong("impossible size"));
+    assert_eq!(with(20, &[0, 0]), Bad::Wrong("impossible size"));
+    assert_eq!(with(64, &[13]), Bad::Wrong("impossible page size"));
+    assert_eq!(with(68, &[11]), Bad::Wrong("impossible order"));
+    assert_eq!(with(72, &u64::MAX.to_le_bytes()), Bad::Wrong("impossible pfn limit"));
+    assert_eq!(
+        Header::parse(&header(0x3000), 0x4000),
+        Err(Bad::Wrong("its address is another one"))
+    );
     let mut b = header(0x3000);
     b[50] ^= 1;
-    assert_eq!(Header::parse(&b, 0x3000), Err(Bad::Checksum));
+    assert_eq!(Header::parse(&b, 0x3000), Err(Bad::Wrong("wrong checksum")));
 }
 
 #[test]
@@ -90,16 +93,16 @@ fn extents_are_clipped_to_ram_and_refused_when_they_lie() {
     // Sections between the two ranges of RAM are nobody's.
     assert_eq!(layout(&[(0x10_0000, 8, 8)]).unwrap().pages, []);
     for (list, why) in [
-        (&[(GIB, 0, 1)][..], Bad::Outside("a map page")),
-        (&[(GIB - 4096, 0, 2)], Bad::Outside("a map page")),
-        (&[(u64::MAX - 4095, 0, 2)], Bad::Outside("a map page")),
-        (&[(0x10_0001, 0, 1)], Bad::Outside("a map page")),
-        (&[(0x10_0000, 0, 0)], Bad::TooMany("map pages")),
-        (&[(0x10_0000, 0, u32::MAX)], Bad::TooMany("map pages")),
-        (&[(0x10_0000, u32::MAX, 1)], Bad::Field("extent beyond the pfn limit")),
-        (&[(0x10_0000, 0, 2), (0x20_0000, 1, 2)], Bad::Overlap("extents")),
-        (&[(0x10_0000, 0, 2), (0x10_1000, 4, 1)], Bad::Overlap("map pages")),
-        (&[(0x10_0000, 0, 8); 200], Bad::Overlap("extents")),
+        (&[(GIB, 0, 1)][..], Bad::Wrong("a map page outside of RAM")),
+        (&[(GIB - 4096, 0, 2)], Bad::Wrong("a map page outside of RAM")),
+        (&[(u64::MAX - 4095, 0, 2)], Bad::Wrong("a map page outside of RAM")),
+        (&[(0x10_0001, 0, 1)], Bad::Wrong("a map page outside of RAM")),
+        (&[(0x10_0000, 0, 0)], Bad::Wrong("too many map pages")),
+        (&[(0x10_0000, 0, u32::MAX)], Bad::Wrong("too many map pages")),
+        (&[(0x10_0000, u32::MAX, 1)], Bad::Wrong("impossible extent beyond the pfn limit")),
+        (&[(0x10_0000, 0, 2), (0x20_0000, 1, 2)], Bad::Wrong("overlapping extents")),
+        (&[(0x10_0000, 0, 2), (0x10_1000, 4, 1)], Bad::Wrong("overlapping map pages")),
+        (&[(0x10_0000, 0, 8); 200], Bad::Wrong("overlapping extents")),
     ] {
         assert_eq!(layout(list), Err(why), "{list:?}");
     }
@@ -118,7 +121,7 @@ fn a_ring_of_extents_ends() {
     assert_eq!((found.unwrap().pages.len(), reads), (0, 64));
     b[272..276].copy_from_slice(&65u32.to_le_bytes());
     let h = Header::parse(&b, 0x3000).unwrap();
-    assert_eq!(Layout::collect(&h, &RAM, |_| None), Err(Bad::TooMany("extent pages")));
+    assert_eq!(Layout::collect(&h, &RAM, |_| None), Err(Bad::Wrong("too many extent pages")));
 }
 
 #[test]
