@@ -200,7 +200,7 @@ impl Client {
 
     fn write_some(&mut self) {
         let Some(socket) = &self.socket else { return };
-        match sockets::send(socket, &mut self.protocol.outbox) {
+        match sockets::send(socket, &mut self.protocol.outbox, &mut None) {
             Ok(()) => {}
             Err(Errno::PIPE | Errno::CONNRESET) => self.closed(),
             Err(e) => self.protocol.fail(io_error(&self.path, "send", e)),
@@ -315,12 +315,8 @@ fn poll_once(
         .filter(|(_, c)| wanted(c))
         .filter_map(|(i, c)| Some((i, PollFd::from_borrowed_fd(c.fd()?, interest(c)))))
         .unzip();
-    let Ok(timeout) = left.try_into() else { return Vec::new() };
-    if rustix::event::poll(&mut fds, Some(&timeout)).is_err() {
-        return Vec::new();
-    }
-    let ready = indices.into_iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
-    ready.map(|(i, _)| i).collect()
+    let ready = sockets::ready(&mut fds, left);
+    indices.into_iter().zip(ready).filter(|(_, ready)| *ready).map(|(i, _)| i).collect()
 }
 
 pub fn interest(client: &Client) -> PollFlags {

@@ -384,7 +384,7 @@ impl Daemon {
     fn flush(&mut self) {
         let mut lost = false;
         for c in &mut self.connections {
-            let sent = sockets::send(&c.socket, &mut c.rpc.outbox);
+            let sent = sockets::send(&c.socket, &mut c.rpc.outbox, &mut None);
             lost |= sent.is_err() || c.rpc.outbox.len() > MAX_OUTPUT;
         }
         if lost {
@@ -394,7 +394,7 @@ impl Daemon {
         self.clients.retain(|key, c| {
             let there = match &c.end {
                 Ok(end) => {
-                    let sent = sockets::send(end, &mut c.bridge.output);
+                    let sent = sockets::send(end, &mut c.bridge.output, &mut None);
                     sent.is_ok() && c.bridge.output.len() <= MAX_OUTPUT
                 }
                 Err(left) => {

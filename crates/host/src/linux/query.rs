@@ -11,7 +11,7 @@ use super::{LinuxHost, clients};
 use crate::agent_link::AgentLink;
 use crate::probe::ksm::read_ksm;
 use crate::qmp::{poll_all, pump_ready};
-use crate::sockets::interest;
+use crate::sockets::{self, interest};
 use crate::vm::Vm;
 
 /// From one agent that is handed its RAM to the next, where KSM has merged anything.
@@ -116,7 +116,6 @@ impl LinuxHost {
             for agent in self.vms.values_mut().filter_map(|vm| vm.agent.as_mut()) {
                 owed |= agent.hear(now);
             }
-            let Ok(left) = deadline.saturating_duration_since(now).try_into() else { return };
             if !owed || now >= deadline {
                 return;
             }
@@ -124,7 +123,7 @@ impl LinuxHost {
             let fds = agents.filter_map(|a| Some((a.fd()?, a.wants_write())));
             let mut fds: Vec<PollFd<'_>> =
                 fds.map(|(fd, write)| PollFd::from_borrowed_fd(fd, interest(write))).collect();
-            let _ = rustix::event::poll(&mut fds, Some(&left));
+            sockets::ready(&mut fds, deadline - now);
         }
     }
 }
