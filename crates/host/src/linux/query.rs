@@ -8,7 +8,7 @@ use ebb_core::units::{Bytes, Stamp};
 use rustix::event::PollFd;
 
 use super::{LinuxHost, clients};
-use crate::agent_link::AgentLink;
+use crate::agent_link::{AgentLink, Stage};
 use crate::probe::ksm::read_ksm;
 use crate::qmp::{poll_all, pump_ready};
 use crate::sockets::{self, interest};
@@ -90,19 +90,20 @@ impl LinuxHost {
     fn ask_agents(&mut self, now: Instant, which: impl Fn(&Vm) -> bool) {
         // What they have opened to KSM they leave open while Ebb merges.
         let keep_open = self.merger.is_some() && self.options.config.merge.mode == MergeMode::On;
-        let stage = |vm: &Vm, is: fn(&AgentLink) -> bool| vm.agent.as_ref().is_some_and(is);
+        let stage = |vm: &Vm| vm.agent.as_ref().and_then(AgentLink::stage);
         let is_merged = |k: Ksm| k.saved() > Bytes::ZERO;
         let merges = || read_ksm(&self.options.root).ok().flatten().is_some_and(is_merged);
-        let by_turns = self.vms.values().any(|vm| stage(vm, AgentLink::is_apart)) && merges();
-        let met = self.vms.iter().filter(|(_, vm)| stage(vm, AgentLink::is_met));
+        let apart = |vm: &Vm| vm.agent.as_ref().is_some_and(AgentLink::is_apart);
+        let by_turns = self.vms.values().any(apart) && merges();
+        let met = self.vms.iter().filter(|(_, vm)| stage(vm) == Some(Stage::Met));
         let next = next_turn(met.map(|(id, _)| *id), self.turn)
             .filter(|_| self.attached_at.is_none_or(|at| now - at >= ATTACH_EVERY));
         for (id, vm) in self.vms.iter_mut().filter(|(_, vm)| which(vm)) {
             let limits = || self.limits.left(now, vm.cgroup.as_deref(), &vm.nodes);
             let room = vm.agent.as_ref().and_then(|_| limits());
-            let was = stage(vm, AgentLink::is_attaching);
+            let was = stage(vm);
             vm.ask_agent(now, keep_open, (room, by_turns && next != Some(*id)));
-            if stage(vm, AgentLink::is_attaching) && !was {
+            if stage(vm) != was && stage(vm) == Some(Stage::Attaching) {
                 self.attached_at = Some(now);
             }
         }
