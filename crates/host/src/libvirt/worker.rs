@@ -236,7 +236,7 @@ impl Client {
         if let Some((_, numbers)) = stats.iter().find(its) {
             self.bridge.heard_stats(asked, numbers.clone(), now);
         }
-        self.bridge.tried(asked);
+        self.bridge.tried = Some(asked);
     }
 }
 
