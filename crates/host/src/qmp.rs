@@ -18,7 +18,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use serde_json::Value;
 
-pub use self::message::{BadMessage, Event, Message, parse_message};
+pub use self::message::{Event, Message, parse_message};
 pub use self::protocol::*;
 use self::sharing::Sharing;
 use crate::sockets;

@@ -256,7 +256,7 @@ impl Protocol {
     fn message(&mut self, bytes: &[u8]) {
         let message = match parse_message(bytes) {
             Ok(m) => m,
-            Err(e) => return self.garbage(e.to_string()),
+            Err(why) => return self.garbage(why),
         };
         match (self.state, message) {
             (State::Greeting, Message::Greeting) => {
