@@ -204,7 +204,7 @@ impl Client {
         let id = self.send(command, arguments)?;
         let until = Instant::now() + timeout;
         // A failure of the connection is the answer too: it is in `replies`.
-        let _ = self.wait(until, |p| p.has_reply(id));
+        let _ = self.wait(until, |p| p.replies.contains_key(&id));
         self.take_reply(id).unwrap_or_else(|| {
             self.protocol.forget(id);
             Err(self.timed_out(command, timeout))
