@@ -8,17 +8,14 @@
 mod ram;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use ebb_core::wire::{Answer, Command, Lines, Refusal, Reply, ReplyResult, Request};
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 pub use self::ram::{FlatRange, main_ram, parse_gpa2hva, parse_mtree};
-use crate::sockets;
+use crate::sockets::{self, Descriptor};
 
 /// Requests without an answer; the agent does one at a time. What is to be open to KSM
 /// may take seven.
@@ -62,8 +59,7 @@ pub struct Agent {
     replies: BTreeMap<u64, ReplyResult>,
     lines: Lines,
     outbox: Vec<u8>,
-    /// A descriptor that goes with a byte of the outbox, and that byte's place.
-    descriptor: Option<(usize, OwnedFd)>,
+    descriptor: Descriptor,
 }
 
 impl Agent {
@@ -200,45 +196,17 @@ impl Agent {
     }
 
     fn write_some(&mut self) {
-        while let Some(socket) = self.socket.as_ref().filter(|_| !self.outbox.is_empty()) {
-            let sent = match &self.descriptor {
-                Some((0, fd)) => send_descriptor(socket, &self.outbox, fd.as_fd()),
-                Some((at, _)) => {
-                    rustix::net::send(socket, &self.outbox[..*at], SendFlags::NOSIGNAL)
-                }
-                None => rustix::net::send(socket, &self.outbox, SendFlags::NOSIGNAL),
-            };
-            match sent {
-                Ok(n) => {
-                    self.outbox.drain(..n);
-                    // Gone with its byte, or nearer to it.
-                    let left = self.descriptor.take().filter(|(at, _)| *at > 0);
-                    self.descriptor = left.map(|(at, fd)| (at - n, fd));
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return,
-                // What it said before it hung up is still to be read.
-                Err(Errno::PIPE | Errno::CONNRESET) => {
-                    self.descriptor = None;
-                    return self.outbox.clear();
-                }
-                Err(e) => return self.fail(io_error(&self.path, "send", e)),
+        let Some(socket) = &self.socket else { return };
+        match sockets::send(socket, &mut self.outbox, &mut self.descriptor) {
+            Ok(()) => {}
+            // What it said before it hung up is still to be read.
+            Err(Errno::PIPE | Errno::CONNRESET) => {
+                self.descriptor = None;
+                self.outbox.clear();
             }
+            Err(e) => self.fail(io_error(&self.path, "send", e)),
         }
     }
-}
-
-/// Sends bytes, and a descriptor with the first of them.
-fn send_descriptor(
-    socket: &OwnedFd,
-    bytes: &[u8],
-    descriptor: BorrowedFd<'_>,
-) -> Result<usize, Errno> {
-    let fds = [descriptor];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    control.push(SendAncillaryMessage::ScmRights(&fds));
-    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
 }
 
 fn io_error(path: &Path, call: &'static str, e: Errno) -> AgentError {

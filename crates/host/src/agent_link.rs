@@ -52,7 +52,7 @@ const GONE: Duration = Duration::from_millis(BUDGET_MS_MAX + 1000);
 const VERDICT_OLD: Duration = Duration::from_secs(3);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Stage {
+pub(crate) enum Stage {
     #[default]
     Hello,
     /// Introduced; RAM is to be handed over.
@@ -202,17 +202,17 @@ impl AgentLink {
     /// whose connection was lost is asked on another, and so is one that an earlier daemon may
     /// have had: it serves one at a time, and gives up all protection with each.
     pub fn leave(&mut self, now: Instant, sure: bool) {
-        match self.stage {
-            _ if self.agent.is_none() && !sure => self.settle(now),
-            _ if self.agent.is_none() && self.unsettled.is_some() => self.connect(now),
-            _ if self.agent.is_none() => {}
-            Stage::Leaving if self.asked.is_empty() => {
+        match self.stage() {
+            None if !sure => self.settle(now),
+            None if self.unsettled.is_some() => self.connect(now),
+            None => {}
+            Some(Stage::Leaving) if self.asked.is_empty() => {
                 (self.stage, self.retry_at) = (Stage::Hello, None);
                 self.lose("left alone".into());
                 self.unsettled = None;
             }
-            Stage::Leaving => {}
-            _ => self.stand_down(Stage::Leaving),
+            Some(Stage::Leaving) => {}
+            Some(_) => self.stand_down(Stage::Leaving),
         }
     }
 
@@ -318,14 +318,19 @@ impl AgentLink {
     /// Whether it needs what QEMU tells of all that can write to the VM's memory: to be handed RAM,
     /// to have something cleared, or for an order.
     pub fn awaits_findings(&self) -> bool {
-        let met = self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Met);
+        let met = matches!(self.stage(), Some(Stage::Hello | Stage::Met));
         let harmless = self.unclear.is_some() && matches!(self.mapped, Some(Ok(())));
         met || harmless || self.waiting.is_some()
     }
 
+    /// What it is at, where there is a connection.
+    pub fn stage(&self) -> Option<Stage> {
+        self.agent.as_ref().map(|_| self.stage)
+    }
+
     /// It knows of no RAM now, and is to be told where that is.
     pub fn is_apart(&self) -> bool {
-        self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Met | Stage::Apart)
+        matches!(self.stage(), Some(Stage::Hello | Stage::Met | Stage::Apart))
     }
 
     /// Hands over RAM, if QEMU has told where it is and what else writes to it.
@@ -403,18 +408,9 @@ impl AgentLink {
         }
     }
 
-    /// Whether it is to be handed its RAM, and whether it was.
-    pub fn is_met(&self) -> bool {
-        self.agent.is_some() && self.stage == Stage::Met
-    }
-
-    pub fn is_attaching(&self) -> bool {
-        self.agent.is_some() && self.stage == Stage::Attaching
-    }
-
     /// Whether it has just been met.
     pub fn is_new(&self) -> bool {
-        self.agent.is_some() && matches!(self.stage, Stage::Hello | Stage::Attaching)
+        matches!(self.stage(), Some(Stage::Hello | Stage::Attaching))
     }
 
     /// Whether its last answer lets something follow at once.

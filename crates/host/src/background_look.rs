@@ -25,9 +25,22 @@ impl<T: Send + 'static> BackgroundLook<T> {
         look: impl FnOnce() -> T + Send + 'static,
         patience: Duration,
     ) -> Option<T> {
+        self.look_then(look, patience, || ())
+    }
+
+    /// The same; `then` is called when what was found is there.
+    pub fn look_then(
+        &mut self,
+        look: impl FnOnce() -> T + Send + 'static,
+        patience: Duration,
+        then: impl FnOnce() + Send + 'static,
+    ) -> Option<T> {
         if self.0.is_none() {
             let (found, answer) = channel();
-            let run = move || drop(found.send(look()));
+            let run = move || {
+                let _ = found.send(look());
+                then();
+            };
             std::thread::Builder::new().name("look".into()).spawn(run).ok()?;
             self.0 = Some(answer);
         }

@@ -89,13 +89,10 @@ impl MemoryLimits {
             paths.extend(vm.cgroup.clone());
         }
         self.common = cgroup::common_ancestor(&paths);
-        if self.configured.is_none()
-            && let Err(e) = self.choose(root, now, &paths)
-        {
-            failed("cgroup limits", e);
-        }
-        if let Err(e) = self.find_others(root, &paths) {
-            failed("cgroup limits", e);
+        for done in [self.choose(root, now, &paths), self.find_others(root, &paths)] {
+            if let Err(e) = done {
+                failed("cgroup limits", e);
+            }
         }
         if self.others.len() > MOST {
             let text = format!(
@@ -167,26 +164,23 @@ impl MemoryLimits {
     }
 
     fn choose(&mut self, root: &Root, now: Instant, paths: &[String]) -> Result<(), ProbeError> {
-        let Some(h) = &self.hierarchy else { return Ok(()) };
+        let Some(h) = self.hierarchy.as_ref().filter(|_| self.configured.is_none()) else {
+            return Ok(());
+        };
         let mut held = Vec::new();
         for path in cgroup::held_by_most(paths) {
             let limit = cgroup::read_limit(root, h, &path)?;
             held.push((path, limit));
         }
         let wanted = cgroup::choose_pool(&held, None);
-        if wanted == self.pool {
-            self.confirmed = Some(now);
-            return Ok(());
-        }
         let limit = match &self.pool {
-            Some(path) => cgroup::read_limit(root, h, path)?,
-            None => None,
+            Some(path) if wanted != self.pool => cgroup::read_limit(root, h, path)?,
+            _ => None,
         };
         let age = self.confirmed.map_or(POOL_STAYS, |at| now.saturating_duration_since(at));
         let previous = self.pool.as_deref().map(|path| Previous { path, limit, age });
-        let chosen = cgroup::choose_pool(&held, previous);
-        if chosen != self.pool {
-            (self.pool, self.confirmed) = (chosen, Some(now));
+        if cgroup::choose_pool(&held, previous) == wanted {
+            (self.pool, self.confirmed) = (wanted, Some(now));
         }
         Ok(())
     }

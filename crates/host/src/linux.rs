@@ -283,12 +283,11 @@ impl LinuxHost {
         if !self.options.root.is_machine() {
             return None;
         }
-        let fresh = self.touch.filter(|(at, _)| at.elapsed() < TOUCH_EVERY);
-        let measure = || {
+        if self.touch.is_none_or(|(at, _)| at.elapsed() >= TOUCH_EVERY) {
             let time = sys::touch_time().ok();
-            (Instant::now(), time.and_then(|t| u32::try_from(t.as_micros()).ok()))
-        };
-        self.touch = fresh.or_else(|| Some(measure()));
+            let us = time.and_then(|t| u32::try_from(t.as_micros()).ok());
+            self.touch = Some((Instant::now(), us));
+        }
         self.touch?.1
     }
 

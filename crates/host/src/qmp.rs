@@ -18,7 +18,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use serde_json::Value;
 
-pub use self::message::{BadMessage, Event, Message, parse_message};
+pub use self::message::{Event, Message, parse_message};
 pub use self::protocol::*;
 use self::sharing::Sharing;
 use crate::sockets;
@@ -37,7 +37,8 @@ pub struct Client {
     /// The state machine, for what needs no socket.
     pub protocol: Protocol,
     opened: Instant,
-    heard: Instant,
+    /// When QEMU last said anything, or when the connection was made.
+    pub(crate) heard: Instant,
     /// The reason for which the peer that stands in for QEMU closed the connection.
     words: Option<Words>,
     /// Where it is connected only while it has commands under way.
@@ -50,33 +51,24 @@ pub(crate) type Words = Arc<OnceLock<String>>;
 impl Client {
     /// Starts to connect; a failure shows in [`Client::state`].
     pub fn new(path: impl Into<PathBuf>) -> Client {
-        let path = path.into();
-        let mut protocol = Protocol::new(path.display().to_string());
-        let socket = match open_socket(&path) {
-            Ok(s) => Some(s),
-            Err(e) => {
-                protocol.fail(e);
-                None
-            }
-        };
-        Client::with(path, socket, protocol, None)
+        let mut client = Client::without(path.into(), Protocol::new);
+        match open_socket(&client.path) {
+            Ok(socket) => client.socket = Some(socket),
+            Err(e) => client.protocol.fail(e),
+        }
+        client
     }
 
-    fn with(
-        path: PathBuf,
-        socket: Option<OwnedFd>,
-        protocol: Protocol,
-        sharing: Option<Sharing>,
-    ) -> Client {
-        let now = Instant::now();
-        Client { path, socket, protocol, opened: now, heard: now, words: None, sharing }
+    /// One that has no connection yet.
+    fn without(path: PathBuf, protocol: fn(String) -> Protocol) -> Client {
+        let (protocol, now) = (protocol(path.display().to_string()), Instant::now());
+        Client { path, socket: None, protocol, opened: now, heard: now, words: None, sharing: None }
     }
 
     /// Over a connected socket whose peer speaks in QEMU's place, and is called so.
     pub(crate) fn over(socket: OwnedFd, called: PathBuf, words: Words) -> Client {
-        let protocol = Protocol::new(called.display().to_string());
-        let mut client = Client::with(called, Some(socket), protocol, None);
-        client.words = Some(words);
+        let mut client = Client::without(called, Protocol::new);
+        (client.socket, client.words) = (Some(socket), Some(words));
         client
     }
 
@@ -108,11 +100,6 @@ impl Client {
 
     pub fn failure(&self) -> Option<&QmpError> {
         self.protocol.failure()
-    }
-
-    /// When QEMU last said anything, or when the connection was made.
-    pub fn last_heard(&self) -> Instant {
-        self.heard
     }
 
     /// The process that opened the listening socket (`SO_PEERCRED`); `None`
@@ -200,7 +187,7 @@ impl Client {
 
     fn write_some(&mut self) {
         let Some(socket) = &self.socket else { return };
-        match sockets::send(socket, &mut self.protocol.outbox) {
+        match sockets::send(socket, &mut self.protocol.outbox, &mut None) {
             Ok(()) => {}
             Err(Errno::PIPE | Errno::CONNRESET) => self.closed(),
             Err(e) => self.protocol.fail(io_error(&self.path, "send", e)),
@@ -217,7 +204,7 @@ impl Client {
         let id = self.send(command, arguments)?;
         let until = Instant::now() + timeout;
         // A failure of the connection is the answer too: it is in `replies`.
-        let _ = self.wait(until, |p| p.has_reply(id));
+        let _ = self.wait(until, |p| p.replies.contains_key(&id));
         self.take_reply(id).unwrap_or_else(|| {
             self.protocol.forget(id);
             Err(self.timed_out(command, timeout))
@@ -315,12 +302,8 @@ fn poll_once(
         .filter(|(_, c)| wanted(c))
         .filter_map(|(i, c)| Some((i, PollFd::from_borrowed_fd(c.fd()?, interest(c)))))
         .unzip();
-    let Ok(timeout) = left.try_into() else { return Vec::new() };
-    if rustix::event::poll(&mut fds, Some(&timeout)).is_err() {
-        return Vec::new();
-    }
-    let ready = indices.into_iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
-    ready.map(|(i, _)| i).collect()
+    let ready = sockets::ready(&mut fds, left);
+    indices.into_iter().zip(ready).filter(|(_, ready)| *ready).map(|(i, _)| i).collect()
 }
 
 pub fn interest(client: &Client) -> PollFlags {

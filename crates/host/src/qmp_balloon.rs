@@ -118,9 +118,9 @@ pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStat
     let Some(stats) = value["stats"].as_object() else {
         return (None, vec!["guest-stats: no stats in the answer".into()]);
     };
-    let mut field = |name: &str| match stats.get(name) {
-        None => None,
-        Some(v) => match (v.as_u64(), v.as_i64()) {
+    let mut field = |name: &str| {
+        let v = stats.get(name)?;
+        match (v.as_u64(), v.as_i64()) {
             (Some(u64::MAX), _) | (_, Some(-1)) => None,
             (Some(n), _) => Some(n),
             _ => {
@@ -128,7 +128,7 @@ pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStat
                 problems.push(format!("guest-stats: {name} is {shown}, not a number"));
                 None
             }
-        },
+        }
     };
     let mut s = GuestStats {
         updated_s,

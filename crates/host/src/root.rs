@@ -52,10 +52,7 @@ pub enum ProbeError {
 }
 
 fn hint(error: &io::Error) -> &'static str {
-    match error.kind() {
-        io::ErrorKind::PermissionDenied => ": run Ebb as root",
-        _ => "",
-    }
+    if error.kind() == io::ErrorKind::PermissionDenied { ": run Ebb as root" } else { "" }
 }
 
 impl ProbeError {

@@ -1,14 +1,20 @@
 //! Unix stream sockets that never block: how QEMUs, agents and libvirt are reached, read and
 //! written to.
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::buffer::spare_capacity;
-use rustix::event::PollFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, Result};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType,
+};
 
 /// Room for the first read, bytes. Where more comes the room is doubled.
 const AT_ONCE: usize = 4 << 10;
@@ -65,15 +71,47 @@ pub(crate) fn interest(writes: bool) -> PollFlags {
     if writes { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }
 }
 
+/// Waits at most this long for any of these; tells of each whether it is ready.
+pub(crate) fn ready(fds: &mut [PollFd<'_>], left: Duration) -> Vec<bool> {
+    let polled = Timespec::try_from(left).is_ok_and(|left| poll(fds, Some(&left)).is_ok());
+    fds.iter().map(|fd| polled && !fd.revents().is_empty()).collect()
+}
+
+/// A descriptor that goes with a byte of an outbox, and that byte's place.
+pub(crate) type Descriptor = Option<(usize, OwnedFd)>;
+
 /// Writes what the socket takes now: the rest stays in the outbox.
-pub(crate) fn send(socket: &OwnedFd, outbox: &mut Vec<u8>) -> Result<()> {
+pub(crate) fn send(
+    socket: &OwnedFd,
+    outbox: &mut Vec<u8>,
+    descriptor: &mut Descriptor,
+) -> Result<()> {
     while !outbox.is_empty() {
-        match rustix::net::send(socket, outbox, SendFlags::NOSIGNAL) {
-            Ok(n) => drop(outbox.drain(..n)),
+        let sent = match descriptor {
+            Some((0, fd)) => send_descriptor(socket, outbox, fd.as_fd()),
+            Some((at, _)) => rustix::net::send(socket, &outbox[..*at], SendFlags::NOSIGNAL),
+            None => rustix::net::send(socket, outbox, SendFlags::NOSIGNAL),
+        };
+        match sent {
+            Ok(n) => {
+                outbox.drain(..n);
+                // Gone with its byte, or nearer to it.
+                let left = descriptor.take().filter(|(at, _)| *at > 0);
+                *descriptor = left.map(|(at, fd)| (at - n, fd));
+            }
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => break,
             Err(e) => return Err(e),
         }
     }
     Ok(())
+}
+
+/// Sends bytes, and a descriptor with the first of them.
+fn send_descriptor(socket: &OwnedFd, bytes: &[u8], descriptor: BorrowedFd<'_>) -> Result<usize> {
+    let fds = [descriptor];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
 }

@@ -337,7 +337,7 @@ impl Vm {
             uuid: self.process.args.uuid.clone(),
             claim: self.claim.clone().unwrap_or_default(),
             metadata: self.metadata().clone(),
-            noted: self.noted(),
+            noted: self.domain.noted,
             ram: self.ram,
             process: self.memory,
             cgroup: self.cgroup.clone(),

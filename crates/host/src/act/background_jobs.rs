@@ -102,9 +102,7 @@ impl<O: TaskOrder<Sample: TaskSample>, C: Default + Debug + 'static> Background
     }
 
     fn keep(&mut self, alive: &dyn Fn(&VmId) -> bool) {
-        if self.jobs.is_some() {
-            lock(&self.samples).retain(|id, _| alive(id));
-        }
+        lock(&self.samples).retain(|id, _| alive(id));
     }
 }
 

@@ -100,9 +100,13 @@ pub fn is_steered(note: &Path) -> bool {
 /// Makes sure that no other Ebb has what is written down in `state`.
 fn lock(state: &Path) -> Result<fs::File, KsmError> {
     let path = state.with_extension("json.lock");
-    let failed = |error| KsmError::Write { path: path.clone(), error };
-    state.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
-    durable::lock(&path).map_err(failed)?.ok_or(KsmError::Used { path })
+    state.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed(&path))?;
+    durable::lock(&path).map_err(failed(&path))?.ok_or(KsmError::Used { path })
+}
+
+/// A write to this path has failed.
+fn failed(path: &Path) -> impl Fn(io::Error) -> KsmError {
+    move |error| KsmError::Write { path: path.into(), error }
 }
 
 impl KsmOwner {
@@ -124,7 +128,8 @@ impl KsmOwner {
             saved.entry(knob.to_string()).or_insert(value);
         }
         if saved.len() > known {
-            owner.write_down(&saved)?;
+            // On disk before anything is changed.
+            durable::replace(state, &saved).map_err(failed(state))?;
         }
         owner.saved = saved;
         Ok(owner)
@@ -176,12 +181,7 @@ impl KsmOwner {
                 self.set(knob, value)?;
             }
         }
-        fs::remove_file(&self.state)
-            .map_err(|error| KsmError::Write { path: self.state.clone(), error })
-    }
-
-    fn path(&self, knob: &str) -> PathBuf {
-        self.root.path(format!("{DIR}/{knob}"))
+        fs::remove_file(&self.state).map_err(failed(&self.state))
     }
 
     /// A knob's value; of `a [b] c` the chosen one.
@@ -198,8 +198,8 @@ impl KsmOwner {
             return Ok(());
         }
         debug_assert!(knob != "run" || value != "2", "see `unmerge`");
-        let path = self.path(knob);
-        fs::write(&path, value).map_err(|error| KsmError::Write { path, error })
+        let path = self.root.path(format!("{DIR}/{knob}"));
+        fs::write(&path, value).map_err(failed(&path))
     }
 
     fn written(&self) -> Result<Option<BTreeMap<String, String>>, KsmError> {
@@ -210,12 +210,6 @@ impl KsmOwner {
             Some(saved) if !saved.contains_key("run") => Err(damaged("no “run” in it".into())),
             saved => Ok(saved),
         }
-    }
-
-    /// On disk before anything is changed.
-    fn write_down(&self, found: &BTreeMap<String, String>) -> Result<(), KsmError> {
-        durable::replace(&self.state, found)
-            .map_err(|error| KsmError::Write { path: self.state.clone(), error })
     }
 }
 
@@ -256,15 +250,6 @@ pub fn has_room(root: &Root, needed: Bytes, merged: &[(u32, Bytes)]) -> Result<(
 
 /// What of a process is merged now. Its counter of merged pages falls only when KSM scans again, so
 /// its mappings are believed where they tell (Linux 6.8 on).
-fn read_merged(root: &Root, pid: u32) -> Result<Bytes, ProbeError> {
-    let stat = read_ksm_stat(root, pid)?.unwrap_or_default();
-    if stat.merged() == 0 {
-        return Ok(Bytes::ZERO);
-    }
-    Ok(merged_now(&stat, &read_smaps(root, pid)?.unwrap_or_default()))
-}
-
-/// The same, by its counters and mappings.
 pub fn merged_now(stat: &KsmStat, mappings: &[Region]) -> Bytes {
     let told: Option<Bytes> = mappings.iter().filter(|r| r.mergeable).map(|r| r.ksm).sum();
     match told {
@@ -275,7 +260,11 @@ pub fn merged_now(stat: &KsmStat, mappings: &[Region]) -> Bytes {
 
 /// What is merged of each process.
 fn merged_of_all(root: &Root) -> Result<Vec<(u32, Bytes)>, ProbeError> {
-    let of = |pid| Ok((pid, read_merged(root, pid)?));
+    let of = |pid| {
+        let stat = read_ksm_stat(root, pid)?.unwrap_or_default();
+        let mappings = if stat.merged() > 0 { read_smaps(root, pid)? } else { None };
+        Ok((pid, merged_now(&stat, &mappings.unwrap_or_default())))
+    };
     processes(root)?.into_iter().map(of).collect()
 }
 
@@ -285,15 +274,15 @@ pub fn unmerge(root: &Root) -> Result<Bytes, KsmError> {
     let needed = read_ksm(root)?.ok_or(KsmError::None)?.saved();
     has_room(root, needed, &merged_of_all(root)?)?;
     let path = root.path(format!("{DIR}/run"));
-    let failed = |error| KsmError::Write { path: path.clone(), error };
     let child = Command::new("/bin/sh")
         .args(["-c", "echo 2 > \"$0\""])
         .arg(&path)
         .output()
-        .map_err(failed)?;
+        .map_err(failed(&path))?;
     if !child.status.success() {
         let said = String::from_utf8_lossy(&child.stderr);
-        return Err(failed(io::Error::other(format!("{}: {}", child.status, said.trim()))));
+        let why = io::Error::other(format!("{}: {}", child.status, said.trim()));
+        return Err(failed(&path)(why));
     }
     Ok(needed)
 }

@@ -74,7 +74,7 @@ pub(super) fn carry_out(
             _ => return done(gone(&before, &process.memory()?)),
         }
     }
-    let ranges = there(read_ram_mappings(at.root, at.vm.pid))?;
+    let ranges = there(read_ram_mappings(at.root, at.vm.pid, false))?;
     let all: u64 = ranges.iter().map(|r| r.len).sum();
     let (started, mut walked) = (Instant::now(), 0);
     let mut after = before;

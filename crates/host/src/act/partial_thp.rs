@@ -12,9 +12,9 @@ use ebb_core::units::{Bytes, PAGE};
 
 use super::background_jobs::{At, TaskSample};
 use super::process::{Advice, Process, there};
-use crate::probe::maps::read_ram_neighbours;
+use crate::probe::maps::read_ram_mappings;
 use crate::probe::pagemap::{Entry, Flags, FrameFlags, Pagemap};
-use crate::root::{Root, is_absent};
+use crate::root::is_absent;
 use crate::sys::Range;
 
 const HUGE: u64 = 2 << 20;
@@ -44,11 +44,12 @@ pub(super) fn carry_out(
     cursor: &mut u64,
 ) -> Result<PartialThpSample, String> {
     let mut done = PartialThpSample::default();
-    if none_is_partial(root) {
+    // Where the kernel counts them, and there is none, no look is needed.
+    if std::fs::read_to_string(root.path(PARTIAL)).is_ok_and(|n| n.trim() == "0") {
         return Ok(done);
     }
     let process = Process::open(root, vm)?;
-    let ram = there(read_ram_neighbours(root, vm.pid))?;
+    let ram = there(read_ram_mappings(root, vm.pid, true))?;
     let pagemap = Pagemap::open(root, vm.pid);
     let pagemap = pagemap.map_err(|e| format!("/proc/{}/pagemap: {e}", vm.pid))?;
     let flags = FrameFlags::open(root).map_err(|e| format!("/proc/kpageflags: {e}"))?;
@@ -77,11 +78,6 @@ pub(super) fn carry_out(
         *cursor = 0;
     }
     Ok(done)
-}
-
-/// Whether the kernel counts them, and there is none: then no look is needed.
-fn none_is_partial(root: &Root) -> bool {
-    std::fs::read_to_string(root.path(PARTIAL)).is_ok_and(|n| n.trim() == "0")
 }
 
 /// Whole huge pages' places from here on.

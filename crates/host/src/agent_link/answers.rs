@@ -108,11 +108,11 @@ impl AgentLink {
 
     pub fn sample(&self) -> AgentSample {
         let status = self.status.clone().unwrap_or_default();
-        let link = match (&self.agent, self.stage) {
-            (None, _) => self.down.clone(),
-            (Some(_), Stage::Hello | Stage::Met) => Link::Unknown,
-            (Some(_), Stage::Apart) => Link::Down("hands off while the VM migrates".into()),
-            (Some(_), _) => Link::Up,
+        let link = match self.stage() {
+            None => self.down.clone(),
+            Some(Stage::Hello | Stage::Met) => Link::Unknown,
+            Some(Stage::Apart) => Link::Down("hands off while the VM migrates".into()),
+            Some(_) => Link::Up,
         };
         AgentSample {
             link,

@@ -71,7 +71,8 @@ pub(super) struct Bridge {
     current: Option<u64>,
     state: Option<Instant>,
     bulk: Option<Instant>,
-    tried: Option<Instant>,
+    /// When the statistics of all domains that came last were asked for.
+    pub tried: Option<Instant>,
     /// libvirt told only the domain's state: another call on the domain is under way, or its QEMU
     /// hangs.
     held_up: bool,
@@ -120,11 +121,6 @@ impl Bridge {
         let open = self.questions.iter().filter(|q| q.need.is_bulk());
         let tried = |q: &Question| self.tried.filter(|at| *at + TOGETHER >= q.at);
         open.map(|q| tried(q).map_or(q.at, |at| at + TRIED_EVERY)).min()
-    }
-
-    /// Statistics of all domains that were asked for at `asked` have come.
-    pub fn tried(&mut self, asked: Instant) {
-        self.tried = Some(asked);
     }
 
     /// Takes bytes of the client: commands, one a line.
@@ -297,7 +293,14 @@ impl Bridge {
             }
             (Purpose::Monitor(id), Ok(said)) => {
                 let said = calls::text(&said).map_err(bad_answer)?;
-                self.pass_on(&id, &said);
+                // What QEMU answered, under the client's id.
+                match serde_json::from_str(&said) {
+                    Ok(Value::Object(mut all)) => {
+                        all.insert("id".into(), id);
+                        self.say(&Value::Object(all));
+                    }
+                    _ => self.refused(&id, "QEMU's answer is no JSON object"),
+                }
             }
             (Purpose::Memory(_), Err(e)) => self.refuse_all(Need::Memory, &e.message),
             (Purpose::Job(_), Err(e)) => self.refuse_all(Need::Job, &e.message),
@@ -306,17 +309,6 @@ impl Bridge {
             }
         }
         Ok(())
-    }
-
-    /// What QEMU answered, under the client's id.
-    fn pass_on(&mut self, id: &Value, said: &str) {
-        match serde_json::from_str(said) {
-            Ok(Value::Object(mut all)) => {
-                all.insert("id".into(), id.clone());
-                self.say(&Value::Object(all));
-            }
-            _ => self.refused(id, "QEMU's answer is no JSON object"),
-        }
     }
 
     /// Statistics of all domains were asked for at `asked`; `numbers` are this domain's. If it is

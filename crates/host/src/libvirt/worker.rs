@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::bridge::{Bridge, Purpose};
@@ -72,6 +72,8 @@ struct Connection {
     open: bool,
     /// Events come on this connection.
     tells: bool,
+    /// Something was to be read at the last look.
+    ready: bool,
 }
 
 /// A VM's QMP client, as the thread sees it; `busy`: a call for it is under way.
@@ -84,6 +86,8 @@ struct Client {
     busy: bool,
     /// Its domain is not in the call on all domains, which hung.
     alone: bool,
+    /// As of a [`Connection`].
+    ready: bool,
 }
 
 #[derive(Debug, Default)]
@@ -127,16 +131,14 @@ pub(super) fn work(requests: &Receiver<WorkerRequest>, waker: &Waker) {
         daemons.retain(|_, d| !d.count_idle(now));
         let until = daemons.values().filter_map(|d| d.due(now)).min();
         let left = until.unwrap_or(Duration::from_secs(10));
-        let ready = wait(&daemons, waker, left);
+        wait(&mut daemons, waker, left);
         let now = Instant::now();
-        for (daemon, ready) in daemons.values_mut().zip(ready) {
-            daemon.read(&ready, now);
-        }
+        daemons.values_mut().for_each(|d| d.read(now));
     }
 }
 
-/// For each daemon, which of its peers are ready: its connections, then its clients.
-fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> Vec<Vec<bool>> {
+/// Waits until one of the daemons' peers is ready, and notes which are.
+fn wait(daemons: &mut BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) {
     let mut fds = vec![PollFd::new(waker, PollFlags::IN)];
     for daemon in daemons.values() {
         for c in &daemon.connections {
@@ -148,20 +150,16 @@ fn wait(daemons: &BTreeMap<PathBuf, Daemon>, waker: &Waker, left: Duration) -> V
             );
         }
     }
-    let Ok(timeout) = left.try_into() else { return Vec::new() };
-    let failed = poll(&mut fds, Some(&timeout)).is_err();
-    if !fds[0].revents().is_empty() {
+    let ready = sockets::ready(&mut fds, left);
+    if ready[0] {
         waker.clear();
     }
-    let ready: Vec<bool> = fds.iter().map(|fd| !failed && !fd.revents().is_empty()).collect();
-    let mut rest = &ready[1..];
-    let of = |d: &Daemon| {
-        let there = d.clients.values().filter(|c| c.end.is_ok()).count();
-        let (its, after) = rest.split_at(d.connections.len() + there);
-        rest = after;
-        its.to_vec()
-    };
-    daemons.values().map(of).collect()
+    let mut ready = ready.into_iter().skip(1);
+    for daemon in daemons.values_mut() {
+        daemon.connections.iter_mut().for_each(|c| c.ready = ready.next() == Some(true));
+        let there = daemon.clients.values_mut().filter(|c| c.end.is_ok());
+        there.for_each(|c| c.ready = ready.next() == Some(true));
+    }
 }
 
 /// The keys of those of which this is true.
@@ -213,6 +211,7 @@ impl Connection {
             calls: BTreeMap::new(),
             open: false,
             tells: false,
+            ready: false,
         };
         new.call((calls::AUTH_LIST, Vec::new()), For::Auth);
         Ok(new)
@@ -237,7 +236,7 @@ impl Client {
         if let Some((_, numbers)) = stats.iter().find(its) {
             self.bridge.heard_stats(asked, numbers.clone(), now);
         }
-        self.bridge.tried(asked);
+        self.bridge.tried = Some(asked);
     }
 }
 
@@ -246,8 +245,9 @@ impl Daemon {
         match request {
             WorkerRequest::Attach { address, end, words, monitor } => {
                 let bridge = Bridge::new(address.domain, monitor);
-                let client = Client { end: Ok(end), words, bridge, busy: false, alone: false };
-                self.clients.insert(key, client);
+                let (busy, alone, ready) = (false, false, false);
+                self.clients
+                    .insert(key, Client { end: Ok(end), words, bridge, busy, alone, ready });
             }
             WorkerRequest::Watch(address, watch) => {
                 self.watchers.insert(key, Watcher::new(address.domain, watch));
@@ -384,7 +384,7 @@ impl Daemon {
     fn flush(&mut self) {
         let mut lost = false;
         for c in &mut self.connections {
-            let sent = sockets::send(&c.socket, &mut c.rpc.outbox);
+            let sent = sockets::send(&c.socket, &mut c.rpc.outbox, &mut None);
             lost |= sent.is_err() || c.rpc.outbox.len() > MAX_OUTPUT;
         }
         if lost {
@@ -394,7 +394,7 @@ impl Daemon {
         self.clients.retain(|key, c| {
             let there = match &c.end {
                 Ok(end) => {
-                    let sent = sockets::send(end, &mut c.bridge.output);
+                    let sent = sockets::send(end, &mut c.bridge.output, &mut None);
                     sent.is_ok() && c.bridge.output.len() <= MAX_OUTPUT
                 }
                 Err(left) => {
@@ -413,21 +413,16 @@ impl Daemon {
         });
     }
 
-    /// `ready` tells of each connection, then of each client, whether it is ready.
-    fn read(&mut self, ready: &[bool], now: Instant) {
-        let (connections, clients) = ready.split_at(self.connections.len().min(ready.len()));
-        let there = self.clients.values_mut().filter(|c| c.end.is_ok());
-        for (client, _) in there.zip(clients).filter(|(_, r)| **r) {
+    /// Takes in what has come from those that are ready.
+    fn read(&mut self, now: Instant) {
+        for client in self.clients.values_mut().filter(|c| c.ready && c.end.is_ok()) {
             match client.end.as_ref().ok().and_then(received) {
                 Some(bytes) => client.bridge.feed(&bytes, now),
                 None => client.end = Err(now),
             }
         }
         let mut all = Vec::new();
-        for (i, c) in self.connections.iter_mut().enumerate() {
-            if !connections.get(i).is_some_and(|r| *r) {
-                continue;
-            }
+        for (i, c) in self.connections.iter_mut().enumerate().filter(|(_, c)| c.ready) {
             let Some(bytes) = received(&c.socket) else { return self.lose(ENDED) };
             match c.rpc.feed(&bytes) {
                 Ok(heard) => all.extend(heard.into_iter().map(|h| (i, h))),

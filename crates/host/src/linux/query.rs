@@ -8,10 +8,10 @@ use ebb_core::units::{Bytes, Stamp};
 use rustix::event::PollFd;
 
 use super::{LinuxHost, clients};
-use crate::agent_link::AgentLink;
+use crate::agent_link::{AgentLink, Stage};
 use crate::probe::ksm::read_ksm;
 use crate::qmp::{poll_all, pump_ready};
-use crate::sockets::interest;
+use crate::sockets::{self, interest};
 use crate::vm::Vm;
 
 /// From one agent that is handed its RAM to the next, where KSM has merged anything.
@@ -90,19 +90,20 @@ impl LinuxHost {
     fn ask_agents(&mut self, now: Instant, which: impl Fn(&Vm) -> bool) {
         // What they have opened to KSM they leave open while Ebb merges.
         let keep_open = self.merger.is_some() && self.options.config.merge.mode == MergeMode::On;
-        let stage = |vm: &Vm, is: fn(&AgentLink) -> bool| vm.agent.as_ref().is_some_and(is);
+        let stage = |vm: &Vm| vm.agent.as_ref().and_then(AgentLink::stage);
         let is_merged = |k: Ksm| k.saved() > Bytes::ZERO;
         let merges = || read_ksm(&self.options.root).ok().flatten().is_some_and(is_merged);
-        let by_turns = self.vms.values().any(|vm| stage(vm, AgentLink::is_apart)) && merges();
-        let met = self.vms.iter().filter(|(_, vm)| stage(vm, AgentLink::is_met));
+        let apart = |vm: &Vm| vm.agent.as_ref().is_some_and(AgentLink::is_apart);
+        let by_turns = self.vms.values().any(apart) && merges();
+        let met = self.vms.iter().filter(|(_, vm)| stage(vm) == Some(Stage::Met));
         let next = next_turn(met.map(|(id, _)| *id), self.turn)
             .filter(|_| self.attached_at.is_none_or(|at| now - at >= ATTACH_EVERY));
         for (id, vm) in self.vms.iter_mut().filter(|(_, vm)| which(vm)) {
             let limits = || self.limits.left(now, vm.cgroup.as_deref(), &vm.nodes);
             let room = vm.agent.as_ref().and_then(|_| limits());
-            let was = stage(vm, AgentLink::is_attaching);
+            let was = stage(vm);
             vm.ask_agent(now, keep_open, (room, by_turns && next != Some(*id)));
-            if stage(vm, AgentLink::is_attaching) && !was {
+            if stage(vm) != was && stage(vm) == Some(Stage::Attaching) {
                 self.attached_at = Some(now);
             }
         }
@@ -116,7 +117,6 @@ impl LinuxHost {
             for agent in self.vms.values_mut().filter_map(|vm| vm.agent.as_mut()) {
                 owed |= agent.hear(now);
             }
-            let Ok(left) = deadline.saturating_duration_since(now).try_into() else { return };
             if !owed || now >= deadline {
                 return;
             }
@@ -124,7 +124,7 @@ impl LinuxHost {
             let fds = agents.filter_map(|a| Some((a.fd()?, a.wants_write())));
             let mut fds: Vec<PollFd<'_>> =
                 fds.map(|(fd, write)| PollFd::from_borrowed_fd(fd, interest(write))).collect();
-            let _ = rustix::event::poll(&mut fds, Some(&left));
+            sockets::ready(&mut fds, deadline - now);
         }
     }
 }

@@ -8,6 +8,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::{LinuxHost, clients_of};
 use crate::probe::vmpressure::PressureEvents;
 use crate::qmp::{Client, interest};
+use crate::sockets;
 use crate::vm::Vm;
 
 /// The least time between sleeps that notifications of reclaim end: they come for every 512
@@ -77,18 +78,14 @@ impl LinuxHost {
         let qemus_at = fds.len();
         let clients = self.vms.values().filter(|_| qemus).filter_map(|v| v.client.as_ref());
         fds.extend(clients.filter_map(|c| Some(PollFd::from_borrowed_fd(c.fd()?, interest(c)))));
-        let Ok(timeout) = left.try_into() else { return Polled::default() };
-        if rustix::event::poll(&mut fds, Some(&timeout)).is_err() {
-            return Polled::default();
-        }
-        let woken = !fds[0].revents().is_empty();
+        let ready = sockets::ready(&mut fds, left);
         let psi = psi_at.map_or(PollFlags::empty(), |i| fds[i].revents());
-        let notified = fds[levels_at].iter().any(|fd| !fd.revents().is_empty());
-        let ready: Vec<bool> = fds[qemus_at..].iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
+        let (woken, notified) = (ready[0], ready[levels_at].contains(&true));
+        let ready = &ready[qemus_at..];
         // The same clients in the same order.
         let open = clients_of(&mut self.vms).filter(|c| c.fd().is_some());
-        open.zip(&ready).filter(|(_, ready)| **ready).for_each(|(client, _)| client.pump());
+        open.zip(ready).filter(|(_, ready)| **ready).for_each(|(client, _)| client.pump());
         if notified {
             self.notified = Some(Instant::now());
         }

@@ -121,14 +121,7 @@ pub fn parse_process_cgroup(text: &str, version: Version) -> Result<Option<Strin
 
 /// The deepest cgroup that holds all of these; `None` for none.
 pub fn common_ancestor(paths: &[String]) -> Option<String> {
-    let (first, rest) = paths.split_first()?;
-    let mut common = PathBuf::from(first);
-    while !rest.iter().all(|p| Path::new(p).starts_with(&common)) {
-        if !common.pop() {
-            return None;
-        }
-    }
-    Some(common.to_str()?.to_owned())
+    held_by(paths, paths.len()).pop()
 }
 
 /// A cgroup and all above it, the innermost first.
@@ -138,13 +131,18 @@ pub fn way_up(cgroup: &str) -> impl Iterator<Item = &Path> {
 
 /// The cgroups that hold more than half of these, the outermost first: each holds the next.
 pub fn held_by_most(paths: &[String]) -> Vec<String> {
+    held_by(paths, paths.len() / 2 + 1)
+}
+
+/// The cgroups that hold at least this many of these, more than half, the outermost first.
+fn held_by(paths: &[String], least: usize) -> Vec<String> {
     let mut held: HashMap<&Path, usize> = HashMap::new();
     for path in paths {
         for at in way_up(path) {
             *held.entry(at).or_default() += 1;
         }
     }
-    let most = held.into_iter().filter(|(_, n)| 2 * n > paths.len());
+    let most = held.into_iter().filter(|(_, n)| *n >= least);
     let mut most: Vec<&Path> = most.map(|(path, _)| path).collect();
     most.sort_by_key(|path| path.components().count());
     most.iter().filter_map(|path| Some(path.to_str()?.to_owned())).collect()

@@ -7,12 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::VmId;
 use ebb_core::wire::Segment;
 
+use crate::background_look::BackgroundLook;
 use crate::probe::maps::parse_line;
 use crate::probe::process::processes;
 use crate::root::Root;
@@ -42,14 +42,12 @@ pub type Answer = (VmId, u64, Result<(), String>);
 /// One look at all processes at a time, beside the loop: the kernel has a reader of `maps` wait
 /// for as long as the process holds its mmap lock, and any user has processes with many mappings.
 #[derive(Debug, Default)]
-pub struct Search(Option<UnderWay>);
-
-#[derive(Debug)]
-struct UnderWay {
-    begun: Instant,
+pub struct Search {
+    look: BackgroundLook<Vec<Answer>>,
+    /// When it began.
+    begun: Option<Instant>,
     /// The process that is looked at now.
     at: Arc<AtomicU32>,
-    answers: Receiver<Vec<Answer>>,
 }
 
 impl Search {
@@ -61,46 +59,30 @@ impl Search {
         questions: Vec<Question>,
         done: impl FnOnce() + Send + 'static,
     ) -> Vec<Answer> {
-        let Some(search) = &self.0 else {
-            if !questions.is_empty() {
-                self.0 = begin(root.clone(), questions, done);
+        let begins = self.look.is_idle();
+        if begins {
+            if questions.is_empty() {
+                return Vec::new();
             }
-            return Vec::new();
-        };
-        let why = match search.answers.try_recv() {
-            Ok(answers) => {
-                self.0 = None;
-                return answers;
-            }
-            Err(TryRecvError::Disconnected) => {
-                self.0 = None;
+            self.begun = Some(Instant::now());
+        }
+        let (root, asked, at) = (root.clone(), questions.clone(), Arc::clone(&self.at));
+        let search = move || look(&root, asked, &at);
+        let why = match self.look.look_then(search, Duration::ZERO, done) {
+            Some(answers) => return answers,
+            None if begins => return Vec::new(),
+            None if self.look.is_idle() => {
                 "which processes map its RAM could not be looked up".to_owned()
             }
-            Err(TryRecvError::Empty) if search.begun.elapsed() < LONG => return Vec::new(),
-            Err(TryRecvError::Empty) => {
-                let pid = search.at.load(Relaxed);
+            None if self.begun.is_some_and(|at| at.elapsed() < LONG) => return Vec::new(),
+            None => {
+                let pid = self.at.load(Relaxed);
                 format!("process {pid} keeps its mappings locked: it may map this VM's RAM")
             }
         };
         let say = |q: Question| (q.vm, q.generation, Err(why.clone()));
         questions.into_iter().map(say).collect()
     }
-}
-
-fn begin(
-    root: Root,
-    questions: Vec<Question>,
-    done: impl FnOnce() + Send + 'static,
-) -> Option<UnderWay> {
-    let (found, answers) = channel();
-    let at = Arc::new(AtomicU32::new(0));
-    let theirs = Arc::clone(&at);
-    let run = move || {
-        let _ = found.send(look(&root, questions, &theirs));
-        done();
-    };
-    std::thread::Builder::new().name("mappers".into()).spawn(run).ok()?;
-    Some(UnderWay { begun: Instant::now(), at, answers })
 }
 
 /// Reads the mappings of all processes, once for all questions.
@@ -198,6 +180,7 @@ fn each_mapping(
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::sync::mpsc::channel;
 
     use super::*;
 
@@ -267,11 +250,11 @@ mod tests {
             search.go_on(&root, vec![question(10, generation, SEGMENT)], done)
         };
         assert!(go_on(&mut search, 1).is_empty());
-        while search.0.as_ref().unwrap().at.load(Relaxed) != 12 {
+        while search.at.load(Relaxed) != 12 {
             std::thread::yield_now();
         }
         assert!(go_on(&mut search, 1).is_empty(), "it is early to say");
-        search.0.as_mut().unwrap().begun -= LONG;
+        search.begun = search.begun.map(|at| at - LONG);
         let (_, generation, found) = go_on(&mut search, 2).remove(0);
         assert!(generation == 2 && found.unwrap_err().contains("process 12"));
         // It lets go: the answer is to the question that was asked.

@@ -13,15 +13,10 @@ const LEAST_PLUGGED: u64 = 128 << 20;
 /// Most mappings walked.
 const MAPPINGS: usize = 256;
 
-/// Reads the mappings of a process that can be guest RAM, by address.
-pub fn read_ram_mappings(root: &Root, pid: u32) -> Probed<Vec<Range>> {
-    root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, false))
-}
-
-/// The same, and what lies side by side is one: ranges that are open to KSM cut RAM up.
-/// Memory of QEMU's own may be among it.
-pub fn read_ram_neighbours(root: &Root, pid: u32) -> Probed<Vec<Range>> {
-    root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, true))
+/// Reads the mappings of a process that can be guest RAM, by address. `joined`: what lies side by
+/// side is one, as ranges that are open to KSM cut RAM up; memory of QEMU's own may be among it.
+pub fn read_ram_mappings(root: &Root, pid: u32, joined: bool) -> Probed<Vec<Range>> {
+    root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, joined))
 }
 
 /// Reads the mappings of a process that are not guest RAM.
@@ -67,7 +62,7 @@ fn mappings(text: &str) -> impl Iterator<Item = Result<Mapping<'_>, ParseError>>
 }
 
 /// Parses them (proc(5)): writable and not executable (translated code is), without
-/// a file or in shared memory, and large. `joined`: see [`read_ram_neighbours`].
+/// a file or in shared memory, and large. `joined`: see [`read_ram_mappings`].
 pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseError> {
     let mut ranges: Vec<Range> = Vec::new();
     for mapping in mappings(text) {

@@ -135,7 +135,7 @@ fn program(root: &Root, pid: u32, programs: &[String]) -> Result<ProcessTrust, P
              is a VM"
         )));
     }
-    if !file.is_file() || !only_roots(file.uid(), file.mode()) {
+    if !file.is_file() || file.uid() != 0 || file.mode() & 0o022 != 0 {
         let (uid, mode) = (file.uid(), file.mode() & 0o7777);
         let why = format!(
             "its program {shown} belongs to uid {uid} with mode {mode:o}: only root may be able to \
@@ -160,11 +160,6 @@ pub fn is_qemu(path: &str) -> bool {
     let wrapped = name.strip_prefix('.').and_then(|n| n.strip_suffix("-wrapped"));
     let name = wrapped.unwrap_or(name);
     name.starts_with("qemu-system") || name == "qemu-kvm" || name == "kvm"
-}
-
-/// Whether only root can change a file of this owner and mode.
-fn only_roots(owner: u32, mode: u32) -> bool {
-    owner == 0 && mode & 0o022 == 0
 }
 
 /// A user's uid; by name it is looked up in the text of `/etc/passwd`.

@@ -22,24 +22,15 @@ pub struct Event {
     pub data: Value,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct BadMessage(String);
-
-/// Parses one message. Pure; any bytes are safe.
-pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
-    let value: Value = serde_json::from_slice(bytes)
-        .map_err(|e| BadMessage(format!("{e} in “{}”", excerpt(bytes))))?;
+/// Parses one message. Pure; any bytes are safe. The error is for people.
+pub fn parse_message(bytes: &[u8]) -> Result<Message, String> {
+    let value: Value =
+        serde_json::from_slice(bytes).map_err(|e| format!("{e} in “{}”", excerpt(bytes)))?;
     let Value::Object(mut map) = value else {
-        return Err(BadMessage(format!("not a JSON object: “{}”", excerpt(bytes))));
+        return Err(format!("not a JSON object: “{}”", excerpt(bytes)));
     };
-    let id = match map.remove("id") {
-        None => None,
-        Some(id) => {
-            let bad = || BadMessage(printable(&format!("reply with id {id}"), 60));
-            Some(id.as_u64().ok_or_else(bad)?)
-        }
-    };
+    let bad = |id: &Value| printable(&format!("reply with id {id}"), 60);
+    let id = map.remove("id").map(|id| id.as_u64().ok_or_else(|| bad(&id))).transpose()?;
     if let Some(value) = map.remove("return") {
         return Ok(Message::Return { id, value });
     }
@@ -49,18 +40,18 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, BadMessage> {
             (Some(class), Some(desc)) => {
                 Ok(Message::Error { id, class: printable(&class, 64), desc: printable(&desc, 300) })
             }
-            _ => Err(BadMessage("an error reply without class and desc".into())),
+            _ => Err("an error reply without class and desc".into()),
         };
     }
     if let Some(name) = map.remove("event") {
-        let name = name.as_str().ok_or_else(|| BadMessage("an event without a name".into()))?;
+        let name = name.as_str().ok_or("an event without a name")?;
         let data = map.remove("data").unwrap_or(Value::Null);
         return Ok(Message::Event(Event { name: printable(name, 64), data }));
     }
     if map.contains_key("QMP") {
         return Ok(Message::Greeting);
     }
-    Err(BadMessage(format!("neither reply nor event: “{}”", excerpt(bytes))))
+    Err(format!("neither reply nor event: “{}”", excerpt(bytes)))
 }
 
 pub(super) fn excerpt(bytes: &[u8]) -> String {
@@ -146,7 +137,7 @@ mod tests {
                 Ok(Message::Error { class, desc, .. }) => class + &desc,
                 Ok(Message::Event(event)) => event.name,
                 Ok(other) => panic!("{other:?}"),
-                Err(bad) => bad.0,
+                Err(bad) => bad,
             };
             assert!(!said.chars().any(char::is_control), "{said:?}");
             assert!((50..500).contains(&said.chars().count()), "{said}");

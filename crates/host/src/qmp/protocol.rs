@@ -122,7 +122,7 @@ pub struct Protocol {
     early: BTreeMap<u64, Vec<u8>>,
     next_id: u64,
     pending: BTreeMap<u64, Pending>,
-    replies: BTreeMap<u64, (Result<Value, QmpError>, usize)>,
+    pub(super) replies: BTreeMap<u64, (Result<Value, QmpError>, usize)>,
     reply_bytes: usize,
     events: VecDeque<Event>,
     /// Connections come and go: what is to be sent goes out in one piece.
@@ -256,7 +256,7 @@ impl Protocol {
     fn message(&mut self, bytes: &[u8]) {
         let message = match parse_message(bytes) {
             Ok(m) => m,
-            Err(e) => return self.garbage(e.to_string()),
+            Err(why) => return self.garbage(why),
         };
         match (self.state, message) {
             (State::Greeting, Message::Greeting) => {
@@ -363,10 +363,6 @@ impl Protocol {
         let (answer, length) = self.replies.remove(&id)?;
         self.reply_bytes -= length;
         Some(answer)
-    }
-
-    pub fn has_reply(&self, id: u64) -> bool {
-        self.replies.contains_key(&id)
     }
 
     /// This answer is not wanted any more; a late one is dropped.

@@ -34,7 +34,7 @@ const MOST: Duration = Duration::from_secs(1);
 /// Why a client is not served, for people: which of the two is unknown.
 const UNSERVED: &str = "another client is served, or QEMU hangs";
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Sharing {
     /// The process that must serve the socket, where that is known.
     pid: Option<u32>,
@@ -63,9 +63,9 @@ impl Client {
     }
 
     fn visitor(path: PathBuf, pid: Option<u32>) -> Client {
-        let protocol = Protocol::shared(path.display().to_string());
-        let sharing = Sharing { pid, greeted: None, missed: None, longest: Duration::ZERO };
-        Client::with(path, None, protocol, Some(sharing))
+        let mut client = Client::without(path, Protocol::shared);
+        client.sharing = Some(Sharing { pid, ..Sharing::default() });
+        client
     }
 
     /// Whether it is connected only while it has commands under way.

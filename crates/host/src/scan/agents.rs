@@ -49,8 +49,8 @@ pub fn lift(root: &Root, vm: VmId) {
 /// One VM's agent, as a scan uses it; for one question at a time.
 #[derive(Debug)]
 pub struct HashLink {
-    /// What it has of the VM's RAM: more is not asked of it.
-    ram: Vec<Range>,
+    /// What it has of the VM's RAM: each question is about one of these.
+    pub(super) ram: Vec<Range>,
     socket: Mutex<OwnedFd>,
     failure: Mutex<Option<String>>,
 }
@@ -64,11 +64,6 @@ impl HashLink {
         let (flags, kind) = (SocketFlags::CLOEXEC, SocketType::STREAM);
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
         Ok((HashLink { ram, socket: Mutex::new(ours), failure: Mutex::default() }, theirs))
-    }
-
-    /// What can be asked for; each question is about one of these.
-    pub fn ram(&self) -> &[Range] {
-        &self.ram
     }
 
     pub fn failure(&self) -> Option<String> {

@@ -95,7 +95,7 @@ impl VmTally {
 }
 
 /// What one thread, and in the end all, counted.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Savings {
     pub vms: Vec<VmTally>,
     pub split: Split,
@@ -114,12 +114,7 @@ pub(super) struct Rules<'a> {
 
 impl Savings {
     pub fn new(vms: usize) -> Savings {
-        Savings {
-            vms: vec![VmTally::default(); vms],
-            split: Split::default(),
-            moments: Moments::default(),
-            runs: Vec::new(),
-        }
+        Savings { vms: vec![VmTally::default(); vms], ..Savings::default() }
     }
 
     /// Counts all pages of one content, sorted by VM.

@@ -179,8 +179,8 @@ impl<'a> Job<'a> {
     fn go_over(&mut self, round: Round, threads: usize, watch: impl Fn(&dyn Fn() -> bool)) {
         let size = if self.pace.is_gentle() { GENTLE_WINDOW } else { WINDOW };
         let windows = |t: &Target| match (self.agents.get(&t.id), self.options.changes) {
-            (Some(agent), Changes::SpotCheck) => Windows::of(t, agent.ram(), SPOT_CHECK_WINDOW),
-            (agent, _) => Windows::of(t, agent.map_or(&[][..], |a| a.ram()), size),
+            (Some(agent), Changes::SpotCheck) => Windows::of(t, &agent.ram, SPOT_CHECK_WINDOW),
+            (agent, _) => Windows::of(t, agent.map_or(&[][..], |a| &a.ram[..]), size),
         };
         self.windows = self.targets.iter().map(windows).collect();
         self.round = round;
@@ -288,7 +288,7 @@ impl Worker<'_, '_> {
             // It lists pages itself, and pins none.
             let pieces = job.spot_check_pieces(vm, window);
             // What it leaves out when it fails others will look at.
-            return self.ask(agent, &pieces, false).map(drop);
+            return self.ask(Some(agent), &pieces, false).map(drop);
         }
         if self.walker.as_ref().is_none_or(|(of, _)| *of != vm) {
             let (pid, merged) = (target.id.pid, !target.merged.is_empty());
@@ -332,10 +332,7 @@ impl Worker<'_, '_> {
     fn whole(&mut self, window: Range) -> Result<()> {
         let (job, vm) = (self.job, self.vm);
         let runs = job.lines_read[vm].runs(window);
-        let rest = match job.agent(vm, window) {
-            Some(agent) => self.ask(agent, &runs, false)?,
-            None => runs,
-        };
+        let rest = self.ask(job.agent(vm, window), &runs, false)?;
         if !rest.is_empty() {
             // Its agent has failed meanwhile. Some of it may be merged.
             let pid = job.targets[vm].id.pid;
@@ -347,24 +344,17 @@ impl Worker<'_, '_> {
 
     /// Reads runs, or has them read; `shared`: without pinning a page.
     fn read(&mut self, agent: Option<&HashLink>, runs: &[Range], shared: bool) -> Result<()> {
-        let rest = match agent {
-            Some(agent) => self.ask(agent, runs, shared)?,
-            None => runs.to_vec(),
-        };
+        let rest = self.ask(agent, runs, shared)?;
         self.read_from_outside(&rest, shared)
     }
 }
 
-fn outcome_of(error: &Error, target: &Target) -> ScanOutcome {
+pub(super) fn outcome_of(error: &Error, target: &Target) -> ScanOutcome {
     if is_absent(error) {
         return ScanOutcome::Ended;
     }
-    refusal(Errno::from_io_error(error).unwrap_or(Errno::IO), target)
-}
-
-pub(super) fn refusal(errno: Errno, target: &Target) -> ScanOutcome {
     let pid = target.id.pid;
-    ScanOutcome::Refused(match errno {
+    ScanOutcome::Refused(match Errno::from_io_error(error).unwrap_or(Errno::IO) {
         Errno::PERM | Errno::ACCESS => format!(
             "process {pid} may not be read: run as root, or with CAP_SYS_PTRACE and CAP_SYS_ADMIN \
              (a security module or kernel.yama.ptrace_scope may forbid it too)"

@@ -344,7 +344,7 @@ fn a_process_that_may_not_be_read_is_named_with_what_to_do() {
     holder.target.id = VmId { pid: 2, start };
     let scan = scanner().scan(std::slice::from_ref(&holder.target), &Options::default());
     assert_eq!(scan.vms[0].pages.read, 0);
-    let refused = steps::refusal(rustix::io::Errno::PERM, &holder.target);
+    let refused = steps::outcome_of(&rustix::io::Errno::PERM.into(), &holder.target);
     let ScanOutcome::Refused(why) = refused else { panic!("{refused:?}") };
     assert!(why.contains("CAP_SYS_PTRACE"), "{why}");
 }

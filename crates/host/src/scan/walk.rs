@@ -128,10 +128,7 @@ impl Walker {
                 // Where frame numbers are hidden each of its mappings counts as a page.
                 (Some(_), None) => push(&mut runs.shared, page),
                 (Some(listed), Some(frame)) if self.is_shared(entry, frame) => {
-                    match listed.first(frame) {
-                        true => push(&mut runs.shared, page),
-                        false => *passed += 1,
-                    }
+                    if listed.first(frame) { push(&mut runs.shared, page) } else { *passed += 1 }
                 }
                 _ => push(&mut runs.own, page),
             }

@@ -249,13 +249,12 @@ impl Vm {
 
     /// Drops a failed connection and sets when to try again.
     pub(super) fn reap(&mut self, now: Instant) {
-        let Some(error) = self.client.as_ref().and_then(|c| c.failure().cloned()) else { return };
+        if self.client.as_ref().is_none_or(|c| c.failure().is_none()) {
+            return;
+        }
         self.take_events();
-        self.down = match &error {
-            QmpError::Taken(..) => Link::Taken(error.to_string()),
-            _ => Link::Down(error.to_string()),
-        };
-        if matches!(error, QmpError::Taken(..)) {
+        self.down = self.link();
+        if matches!(self.down, Link::Taken(_)) {
             self.turn += 1;
         }
         self.forget_connection();
@@ -289,7 +288,7 @@ impl Vm {
             (_, Some(e)) => Link::Down(e.to_string()),
             (state, _) if state.serves() && self.slow_since.is_none() && self.ready => Link::Up,
             (state, _) if state.serves() => {
-                let silent = client.last_heard().elapsed().as_secs_f64();
+                let silent = client.heard.elapsed().as_secs_f64();
                 Link::Slow(format!("{}: silent for {silent:.1} s", client.path().display()))
             }
             _ => Link::Slow(format!("{}: has not greeted yet", client.path().display())),

@@ -23,8 +23,9 @@ pub(crate) struct DomainSettings {
     says: Metadata,
     /// It was read once: that holds on while libvirt does not answer.
     was_read: bool,
-    /// The note that was there when its watch began.
-    noted: Option<Bytes>,
+    /// What its balloon held without Ebb, as an Ebb noted that had it before, perhaps on another
+    /// host: the note that was there when its watch began.
+    pub(super) noted: Option<Bytes>,
     /// The note that is to be there.
     note: Option<Option<Bytes>>,
 }
@@ -96,12 +97,6 @@ impl Vm {
 
     pub fn metadata(&self) -> &Metadata {
         &self.domain.says
-    }
-
-    /// What its balloon held without Ebb, as an Ebb noted that had it before, perhaps on another
-    /// host.
-    pub(super) fn noted(&self) -> Option<Bytes> {
-        self.domain.noted
     }
 
     /// Has its libvirt note what its balloon holds without Ebb; `None`: Ebb has taken nothing.

@@ -27,7 +27,7 @@ impl<'a> Job<'a> {
     pub(super) fn agent(&self, vm: usize, window: Range) -> Option<&'a HashLink> {
         let agent = self.agents.get(&self.targets[vm].id)?;
         let has = |r: &Range| r.start <= window.start && window.end() <= r.end();
-        (agent.ram().iter().any(has) && agent.failure().is_none()).then_some(agent)
+        (agent.ram.iter().any(has) && agent.failure().is_none()).then_some(agent)
     }
 
     /// Whether agents read no more than lines now.
@@ -38,13 +38,15 @@ impl<'a> Job<'a> {
 }
 
 impl Worker<'_, '_> {
-    /// Has the agent hash runs, and notes them. What is left when it fails is returned.
+    /// Has the agent hash runs, and notes them. What is left when it fails is returned: all, where
+    /// there is none.
     pub(super) fn ask(
         &mut self,
-        agent: &HashLink,
+        agent: Option<&HashLink>,
         runs: &[Range],
         shared: bool,
     ) -> Result<Vec<Range>> {
+        let Some(agent) = agent else { return Ok(runs.to_vec()) };
         let job = self.job;
         let lines = job.reads_lines();
         let most = match job.pace.is_gentle() {
