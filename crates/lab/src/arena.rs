@@ -32,7 +32,7 @@ pub use self::cgroup::MemoryCgroup;
 use self::journal::{Change, JOURNAL, Journal, left};
 pub use self::swap::{SwapConfig, SwapKind};
 use self::swap::{add_swap, swap_on};
-use crate::image::Cache;
+use crate::image::cached;
 use crate::{LabError, run};
 
 /// Where an arena looks for the machine; `/` but in tests.
@@ -50,7 +50,7 @@ impl Places {
             run.join("ebb-lab")
         } else {
             std::env::var_os("XDG_RUNTIME_DIR")
-                .map_or_else(|| Cache::from_env().path("run"), |d| PathBuf::from(d).join("ebb-lab"))
+                .map_or_else(|| cached("run"), |d| PathBuf::from(d).join("ebb-lab"))
         };
         Places { root: "/".into(), state }
     }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 
 use crate::guest::Tool;
-use crate::image::{Cache, Image, Kernel, with_files, write_atomically};
+use crate::image::{Image, Kernel, cached, with_files, write_atomically};
 use crate::vm::{Accel, on_lasting_thread};
 use crate::{LabError, ebb, guest_stack, run};
 
@@ -123,7 +123,7 @@ impl Libvirtd {
             fs::write(&there, text + &more).map_err(LabError::file(&there))?;
         }
         copy_files(&known(kind), &own(dir.path()))?;
-        let accel = Accel::detect(&Cache::from_env());
+        let accel = Accel::detect();
         let child = Mutex::new(spawn(dir.path(), kind)?);
         let emulator = EMULATOR.into();
         let libvirtd = Libvirtd { child, dir, accel, kind, emulator };
@@ -212,7 +212,7 @@ impl Libvirtd {
         balloon: &str,
         more: &str,
     ) -> Result<Domain, LabError> {
-        let mut image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
+        let mut image = Image::get(Kernel::V6_1)?;
         if self.kind == Kind::Session {
             self.open(&mut image, name)?;
         }
@@ -237,7 +237,7 @@ impl Libvirtd {
         memory: Bytes,
         balloon: &str,
     ) -> Result<Domain, LabError> {
-        let mut image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
+        let mut image = Image::get(Kernel::V6_1)?;
         let files = [("ebb.ko".into(), guest_stack::module(&image, false)?)];
         let agent = self.dir.path().join("libebb_vmm.so");
         let initramfs = self.dir.path().join(format!("{name}.with-module"));
@@ -293,7 +293,7 @@ impl Libvirtd {
 
     /// Starts a domain that does not run yet: its vCPU stands still.
     pub fn start_paused(&self, name: &str, memory: Bytes, balloon: &str) -> Result<(), LabError> {
-        let image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
+        let image = Image::get(Kernel::V6_1)?;
         self.define(name, memory, (balloon, ""), &image)?;
         self.virsh(&["start", "--paused", name]).map(drop)
     }
@@ -390,7 +390,7 @@ impl Drop for Libvirtd {
 /// What is known of QEMU's capabilities, which takes a new libvirtd ten seconds to ask for. They
 /// depend on who asks: not each user may use KVM.
 fn known(kind: Kind) -> PathBuf {
-    Cache::from_env().path(format!("libvirt-capabilities/{kind:?}"))
+    cached(format!("libvirt-capabilities/{kind:?}"))
 }
 
 fn own(dir: &Path) -> PathBuf {

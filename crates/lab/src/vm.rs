@@ -132,8 +132,8 @@ impl Vm {
     /// Starts a VM; [`Vm::wait_ready`] has still to be called. So several boot at
     /// the same time.
     pub fn spawn(config: &VmConfig) -> Result<Vm, VmError> {
-        let mut image = Image::get(&config.cache, config.kernel)?;
-        let best = || config.accel.unwrap_or_else(|| Accel::detect(&config.cache));
+        let mut image = Image::get(config.kernel)?;
+        let best = || config.accel.unwrap_or_else(Accel::detect);
         let accel = if config.counted { Accel::Tcg } else { best() };
         let dir = tempfile::Builder::new().prefix("ebb-lab-").tempdir();
         let dir = dir.map_err(LabError::file(std::env::temp_dir()))?;

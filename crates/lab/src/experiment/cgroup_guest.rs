@@ -16,7 +16,6 @@ use crate::agent_requests::Requests as _;
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
 use crate::guest_stack;
-use crate::image::{Cache, Image};
 use crate::result::ExperimentResult;
 use crate::vm::{Backing, Vm, VmConfig};
 
@@ -84,7 +83,6 @@ impl<'a> Bench<'a> {
         change: impl FnOnce(&mut VmConfig),
     ) -> Result<Place> {
         let kernel = self.trial.kernel;
-        let image = Image::get(&Cache::from_env(), kernel)?;
         let dir = tempfile::tempdir()?;
         let cgroup = self.arena.cgroup().context("the arena has no cgroup")?.clone();
         // Daemons find VMs by name, and another run may go on beside this one.
@@ -96,8 +94,7 @@ impl<'a> Bench<'a> {
         if memory == RamKind::Memfd {
             config.backing = Backing::Memfd;
         }
-        let socket =
-            tier.then(|| guest_stack::prepare(&mut config, &image, dir.path())).transpose()?;
+        let socket = tier.then(|| guest_stack::prepare(&mut config, dir.path())).transpose()?;
         change(&mut config);
         let vm = Vm::start(&config)?;
         Ok(Place { vm, cgroup, agent: None, socket, dir })

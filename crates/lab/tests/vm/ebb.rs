@@ -12,6 +12,7 @@ use ebb_core::units::Bytes;
 use ebb_host::qmp_balloon;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
 use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::guest_stack;
 use ebb_lab::image::Kernel;
 use ebb_lab::in_pairs;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
@@ -356,14 +357,9 @@ fn vm_release_gives_back_what_a_dead_daemon_took_and_keeps_what_it_could_not() {
 #[test]
 fn vm_a_vm_that_dies_or_quits_mid_tick_does_not_touch_the_others() {
     let arena = arena(None);
-    let vms: Vec<Vm> = ["die1", "die2", "die3"]
-        .iter()
-        .map(|n| Vm::spawn(&config(n, Kernel::V6_1, true, &arena)).unwrap())
-        .collect();
-    let mut vms = vms;
-    vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
-    let dir = tempfile::tempdir().unwrap();
     let names = ["die1", "die2", "die3"];
+    let vms = guest_stack::boot(&names.map(|n| config(n, Kernel::V6_1, true, &arena))).unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "").unwrap();
     let up = |s: &Value, n: usize| {
         let vms = s["vms"].as_array().unwrap();
@@ -386,9 +382,7 @@ fn vm_a_vm_that_dies_or_quits_mid_tick_does_not_touch_the_others() {
 fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
     let arena = arena(None);
     let names = ["stop1", "stop2", "stop3"];
-    let mut vms: Vec<Vm> =
-        names.iter().map(|n| Vm::spawn(&config(n, Kernel::V6_12, true, &arena)).unwrap()).collect();
-    vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
+    let vms = guest_stack::boot(&names.map(|n| config(n, Kernel::V6_12, true, &arena))).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "").unwrap();
     let link = |s: &Value, name: &str| of(s, name)["link"]["state"].as_str().map(String::from);

@@ -31,7 +31,7 @@ use ebb_host::qmp;
 use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::{Image, Kernel};
 use ebb_lab::vm::{Backing, Vm, VmConfig, VmError};
 use serde_json::json;
 
@@ -65,10 +65,9 @@ impl Guest {
     /// One vCPU: the guests here boot, load and patch themselves all the time, which
     /// QEMU's translator survives only so.
     fn config(kernel: Kernel, dir: &Path) -> (VmConfig, PathBuf) {
-        let image = Image::get(&Cache::from_env(), kernel).unwrap();
         let mut config = VmConfig::new(unique("life"), Bytes::mib(512));
         config.kernel = kernel;
-        let socket = guest_stack::prepare(&mut config, &image, dir).unwrap();
+        let socket = guest_stack::prepare(&mut config, dir).unwrap();
         (config, socket)
     }
 

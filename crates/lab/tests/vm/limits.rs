@@ -7,6 +7,7 @@ use std::time::Duration;
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::guest_stack;
 use ebb_lab::vm::{Balloon, Vm};
 use serde_json::Value;
 
@@ -104,16 +105,16 @@ fn vm_what_is_given_in_a_slice_without_swap_has_no_vm_killed() {
     let arena = Arena::enter(&all).unwrap();
     let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
     let names = ["gift1", "gift2"];
-    let mut vms = names.map(|name| {
+    let configs = names.map(|name| {
         let mut config = stock(name, RAM);
         config.cgroup = Some(slice.dir.clone());
         config.balloon = Some(Balloon { reporting: false, deflate_on_oom: false });
         config.translations = Bytes::mib(16);
-        Vm::spawn(&config).unwrap()
+        config
     });
+    let vms = guest_stack::boot(&configs).unwrap();
     // Some of their RAM is never touched, so that it is not seen what their QEMUs hold themselves.
-    for vm in &mut vms {
-        vm.wait_ready().unwrap();
+    for vm in &vms {
         vm.tool().start_ready("w", "hold", "size=314572800", MINUTE).unwrap();
         vm.tool().stop("w").unwrap();
     }

@@ -30,7 +30,7 @@ use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{Daemon, run};
 use ebb_lab::ground_truth::Truth;
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
 
@@ -58,22 +58,17 @@ fn held_with(config: ArenaConfig) -> Arena {
 
 /// With `agents`, the agent's sockets there and the module in each guest.
 fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
-    let start = |(name, kernel): &(&str, Kernel)| {
+    let config = |(name, kernel): &(&str, Kernel)| {
         let mut config = VmConfig::new(*name, Bytes::mib(224));
         config.kernel = *kernel;
         if let Some(dir) = agents {
-            let image = Image::get(&Cache::from_env(), *kernel).unwrap();
-            guest_stack::prepare(&mut config, &image, dir).unwrap();
+            guest_stack::prepare(&mut config, dir).unwrap();
         }
-        Vm::spawn(&config).unwrap()
+        config
     };
-    let mut vms: Vec<Vm> = names.iter().map(start).collect();
-    for (n, vm) in vms.iter_mut().enumerate() {
-        vm.wait_ready().unwrap();
+    let vms = guest_stack::boot(&names.iter().map(config).collect::<Vec<_>>()).unwrap();
+    for (n, vm) in vms.iter().enumerate() {
         let tool = vm.tool();
-        if agents.is_some() {
-            guest_stack::load(vm).unwrap();
-        }
         // Memory that moves by itself is no matter of this test.
         tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();
         tool.start_ready("v", "verify", "size=8388608 seconds=86400", MINUTE).unwrap();

@@ -15,7 +15,7 @@ use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::experiment::stage::write_noise;
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Backing, Vm};
 use serde_json::{Value, json};
 
@@ -81,12 +81,10 @@ impl Drop for Backend {
 /// A guest of shared memory with module and agent.
 fn boot(dir: &Path) -> (Arena, Vm, PathBuf) {
     let arena = Arena::beside(Beside::AnyTest).unwrap();
-    let image = Image::get(&Cache::from_env(), Kernel::V6_12).unwrap();
     let mut config = stock(&unique("plug"), Bytes::mib(512));
     (config.kernel, config.backing) = (Kernel::V6_12, Backing::Memfd);
-    let socket = guest_stack::prepare(&mut config, &image, dir).unwrap();
-    let vm = Vm::start(&config).unwrap();
-    guest_stack::load(&vm).unwrap();
+    let socket = guest_stack::prepare(&mut config, dir).unwrap();
+    let vm = guest_stack::boot(&[config]).unwrap().remove(0);
     (arena, vm, socket)
 }
 

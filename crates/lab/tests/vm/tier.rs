@@ -8,7 +8,7 @@ use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::experiment::stage::write_noise;
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::Kernel;
 use ebb_lab::vm::Vm;
 use ebb_lab::wall_ms;
 use serde_json::Value;
@@ -32,7 +32,6 @@ impl Place {
         let (budget, beside) = (Some(budget), Beside::AnyTest);
         let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let image = Image::get(&Cache::from_env(), kernel).unwrap();
         let mut config = stock(&unique("tier"), Bytes::mib(768));
         (config.kernel, config.cpus) = (kernel, 2);
         config.cgroup = arena.cgroup().map(|c| c.dir.clone());
@@ -42,9 +41,8 @@ impl Place {
             config.disks = vec![path];
             config.args.push("-snapshot".into());
         }
-        guest_stack::prepare(&mut config, &image, dir.path()).unwrap();
-        let vm = Vm::start(&config).unwrap();
-        guest_stack::load(&vm).unwrap();
+        guest_stack::prepare(&mut config, dir.path()).unwrap();
+        let vm = guest_stack::boot(&[config]).unwrap().remove(0);
         Place { arena, vm, dir }
     }
 

@@ -10,7 +10,7 @@ use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::{Image, Kernel};
 use ebb_lab::vm::{Accel, Balloon, Vm, VmConfig};
 use serde_json::Value;
 
@@ -31,7 +31,7 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
     let library = dir.path().join("libebb_vmm.so");
     std::fs::copy(guest_stack::plugin().unwrap(), &library).unwrap();
-    let image = Image::get(&Cache::from_env(), kernel).unwrap();
+    let image = Image::get(kernel).unwrap();
     let mut config = VmConfig::new("load", Bytes::mib(512));
     (config.kernel, config.cpus) = (kernel, 2);
     config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });

@@ -11,6 +11,7 @@ use ebb_host::probe::regions::{Region, guest_ram, read_smaps};
 use ebb_host::root::Root;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
 use ebb_lab::ebb::{Daemon, run};
+use ebb_lab::guest_stack;
 use ebb_lab::vm::Vm;
 use serde_json::Value;
 
@@ -23,15 +24,14 @@ const HELD: &str = "size=201326592 pattern=zero share=0.9 cluster=16384 seed=3";
 /// VMs that nobody can ask for anything: without a balloon. In each a job holds
 /// [`HELD`], and another writes, frees and checks pages all the time.
 fn boot(names: &[&str], small_pages: bool, arena: &Arena) -> Vec<Vm> {
-    let start = |name: &&str| {
+    let config = |name: &&str| {
         let mut config = stock(name, RAM);
         (config.balloon, config.small_pages) = (None, small_pages);
         config.cgroup = arena.cgroup().map(|c| c.dir.clone());
-        Vm::spawn(&config).unwrap()
+        config
     };
-    let mut vms: Vec<Vm> = names.iter().map(start).collect();
-    for vm in &mut vms {
-        vm.wait_ready().unwrap();
+    let vms = guest_stack::boot(&names.iter().map(config).collect::<Vec<_>>()).unwrap();
+    for vm in &vms {
         let tool = vm.tool();
         tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();
         tool.start_ready("h", "hold", HELD, MINUTE).unwrap();

@@ -34,6 +34,7 @@ use super::course::{Course, run_time};
 use super::governor::Governor;
 use crate::arena::{Arena, ArenaConfig, steadily};
 use crate::experiment::trial::Trial;
+use crate::guest_stack;
 use crate::result::ExperimentResult;
 use crate::vm::{Vm, VmConfig};
 
@@ -76,16 +77,14 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
 
 fn boot(trial: &Trial) -> Result<Vec<Vm>> {
     let size = trial.size(256);
-    let mut vms = Vec::new();
-    for name in ["co", "duplicate1", "duplicate2"] {
+    let vms = guest_stack::boot(&["co", "duplicate1", "duplicate2"].map(|name| {
         let ram = Bytes::mib(192) + Bytes(size.0 / 8 * 9);
         let mut config = VmConfig::new(format!("{name}-{}", std::process::id()), ram.floor_mib());
         config.kernel = trial.kernel;
         config.small_pages = true;
-        vms.push(Vm::spawn(&config)?);
-    }
-    for (n, vm) in vms.iter_mut().enumerate() {
-        vm.wait_ready()?;
+        config
+    }))?;
+    for (n, vm) in vms.iter().enumerate() {
         let (job, kind, arguments) = match n {
             0 => ("c", "chase", CHASE.to_string()),
             _ => ("h", "hold", format!("size={} seed={n} pattern=template share=0.5", size.0)),

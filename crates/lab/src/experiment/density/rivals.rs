@@ -9,7 +9,6 @@ use ebb_host::probe::meminfo::read_meminfo;
 use ebb_host::root::Root;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::image::Cache;
 use crate::setup;
 
 const KSM: &str = "/sys/kernel/mm/ksm/";
@@ -44,7 +43,7 @@ pub(super) struct Ksmtuned(Pid);
 
 impl Ksmtuned {
     pub(super) fn start(dir: &Path, budget: Bytes) -> Result<Ksmtuned> {
-        let package = setup::package(&Cache::from_env(), "ksmtuned")?;
+        let package = setup::package("ksmtuned")?;
         let pid = dir.join("ksmtuned.pid");
         let total = read_meminfo(&Root::default())?.context("no MemTotal")?.total;
         let threshold = total - budget + budget.share(0.20);

@@ -88,7 +88,7 @@ fn vm_without_the_modules_notifiers_kexec_ruins_the_next_boot() {
     let _arena = held();
     let dir = tempfile::tempdir().unwrap();
     let guest = Guest::boot(Kernel::V6_12, |c| {
-        let image = Image::get(&c.cache, c.kernel).unwrap();
+        let image = Image::get(c.kernel).unwrap();
         c.files = vec![("ebb.ko".into(), guest_stack::module(&image, true).unwrap())];
         resets::config(c, dir.path());
     });

@@ -51,7 +51,7 @@ fn kexecload(guest: &Guest, more: &str) -> Result<(), VmError> {
 
 /// A guest that can boot itself by kexec, and boots again after a panic.
 pub fn config(config: &mut VmConfig, dir: &Path) {
-    let image = Image::get(&config.cache, config.kernel).unwrap();
+    let image = Image::get(config.kernel).unwrap();
     let initramfs = dir.join("kexec-initramfs");
     ebb_lab::image::with_files(&image.initramfs, &config.files, &initramfs).unwrap();
     config.files.push(("kexec/vmlinuz".into(), image.vmlinuz));

@@ -16,7 +16,7 @@ const ALIKE: Bytes = Bytes::mib(160);
 
 /// Guests with module and agent that hold the same, in a cgroup.
 struct Place {
-    vms: [Vm; 2],
+    vms: Vec<Vm>,
     dir: tempfile::TempDir,
     slice: MemoryCgroup,
     arena: Arena,
@@ -33,19 +33,16 @@ impl Place {
     }
 }
 
-fn boot_alike(slice: &MemoryCgroup, dir: &Path) -> [Vm; 2] {
-    let image = Image::get(&Cache::from_env(), Kernel::V6_1).unwrap();
-    let start = |name| {
+fn boot_alike(slice: &MemoryCgroup, dir: &Path) -> Vec<Vm> {
+    let config = |name| {
         let mut config = VmConfig::new(name, Bytes::mib(448));
-        guest_stack::prepare(&mut config, &image, dir).unwrap();
+        guest_stack::prepare(&mut config, dir).unwrap();
         config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
         config.cgroup = Some(slice.dir.clone());
-        Vm::spawn(&config).unwrap()
+        config
     };
-    let mut vms = NAMES.map(start);
-    for vm in &mut vms {
-        vm.wait_ready().unwrap();
-        guest_stack::load(vm).unwrap();
+    let vms = guest_stack::boot(&NAMES.map(config)).unwrap();
+    for vm in &vms {
         let tool = vm.tool();
         tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();
         tool.start_ready("v", "verify", "size=8388608 seconds=86400", MINUTE).unwrap();

@@ -122,7 +122,7 @@ impl Ksmtuned {
     const PAGES: &str = "333";
 
     fn start(dir: &Path) -> Ksmtuned {
-        let package = setup::package(&Cache::from_env(), "ksmtuned").unwrap();
+        let package = setup::package("ksmtuned").unwrap();
         let pid = dir.join("ksmtuned.pid");
         let settings = [
             ("KSM_MONITOR_INTERVAL", "1"),

@@ -97,7 +97,7 @@ fn vm_kernels_that_cannot_be_trusted_are_refused_by_make_and_at_load() {
     let _arena = held();
     refused_by_make();
     in_pairs(&Kernel::ALL, |&kernel| {
-        let image = Image::get(&Cache::from_env(), kernel).unwrap();
+        let image = Image::get(kernel).unwrap();
         let headers = image.headers.clone().unwrap();
         let dir = tempfile::tempdir().unwrap();
         let build = dir.path().join("build");
