@@ -20,7 +20,7 @@ mod soak;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{JoinHandle, sleep};
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
@@ -28,6 +28,7 @@ use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Status};
 use ebb_host::agent::{Agent, AgentError};
 use ebb_host::qmp;
+use ebb_lab::Background;
 use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::guest_stack;
@@ -155,9 +156,8 @@ struct Seen {
 /// A thread that plays the daemon: recycles everything, without a pause, and
 /// tells the agent nothing of what becomes of the VM.
 struct Recycling {
-    quit: Arc<AtomicBool>,
     seen: Arc<Mutex<Seen>>,
-    thread: Option<JoinHandle<Agent>>,
+    thread: Background<Agent>,
 }
 
 impl Recycling {
@@ -171,10 +171,10 @@ impl Recycling {
     }
 
     fn go_on(mut agent: Agent) -> Recycling {
-        let (quit, seen) = (Arc::new(AtomicBool::new(false)), Arc::default());
-        let (their_quit, theirs) = (Arc::clone(&quit), Arc::clone(&seen));
-        let thread = std::thread::spawn(move || {
-            while !their_quit.load(SeqCst) {
+        let seen = Arc::default();
+        let theirs = Arc::clone(&seen);
+        let thread = Background::start(move |quit| {
+            while !quit.load(SeqCst) {
                 if let Err(e) = Recycling::once(&mut agent, &theirs) {
                     lock(&theirs).failure = Some(e.to_string());
                     break;
@@ -182,7 +182,7 @@ impl Recycling {
             }
             agent
         });
-        Recycling { quit, seen, thread: Some(thread) }
+        Recycling { seen, thread }
     }
 
     fn once(agent: &mut Agent, seen: &Mutex<Seen>) -> Result<(), AgentError> {
@@ -241,17 +241,7 @@ impl Recycling {
 
     /// Ends, and gives the connection back.
     fn stop(mut self) -> Agent {
-        self.quit.store(true, SeqCst);
-        self.thread.take().unwrap().join().unwrap()
-    }
-}
-
-impl Drop for Recycling {
-    fn drop(&mut self) {
-        self.quit.store(true, SeqCst);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        self.thread.end()
     }
 }
 

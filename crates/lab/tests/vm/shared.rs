@@ -2,14 +2,13 @@
 //! it, and no command of the manager fails or waits long.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::thread::JoinHandle;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use ebb_host::qmp::{Client, QmpError};
 use ebb_host::qmp_balloon::{self, INTERVAL};
+use ebb_lab::Background;
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::vm::Vm;
@@ -28,25 +27,20 @@ const SLEEP: Duration = Duration::from_millis(100);
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// A manager that asks its VM all the time, each time over a connection of its own.
-struct Manager {
-    stop: Arc<AtomicBool>,
-    thread: JoinHandle<Vec<Result<Duration, String>>>,
-}
+struct Manager(Background<Vec<Result<Duration, String>>>);
 
 impl Manager {
     fn start(socket: PathBuf) -> Manager {
-        let stop = Arc::new(AtomicBool::new(false));
-        let theirs = Arc::clone(&stop);
         let commands = [
             ("query-status", None),
             ("query-balloon", None),
             ("qom-get", Some(qmp_balloon::get(BALLOON, qmp_balloon::STATS))),
             ("query-version", None),
         ];
-        let thread = std::thread::spawn(move || {
+        Manager(Background::start(move |quit| {
             let mut waits = Vec::new();
             for (command, arguments) in commands.iter().cycle() {
-                if theirs.load(Relaxed) {
+                if quit.load(Relaxed) {
                     break;
                 }
                 let begun = Instant::now();
@@ -55,15 +49,13 @@ impl Manager {
                 std::thread::sleep(Duration::from_millis(20));
             }
             waits
-        });
-        Manager { stop, thread }
+        }))
     }
 
     /// What went wrong, and how long its commands took, sorted.
-    fn end(self) -> (Vec<String>, Vec<Duration>) {
-        self.stop.store(true, Relaxed);
+    fn end(mut self) -> (Vec<String>, Vec<Duration>) {
         let (mut failed, mut waits) = (Vec::new(), Vec::new());
-        for said in self.thread.join().unwrap() {
+        for said in self.0.end() {
             match said {
                 Ok(wait) => waits.push(wait),
                 Err(why) => failed.push(why),
