@@ -31,6 +31,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 /// A file could not be read or written, or a program not run.
 #[derive(Debug, thiserror::Error)]
@@ -127,6 +128,40 @@ impl<T> Background<T> {
 impl<T> Drop for Background<T> {
     fn drop(&mut self) {
         let _ = self.join();
+    }
+}
+
+/// What a wait looks for: that something is so, or something that is not there yet.
+pub trait Sought {
+    type Found;
+    fn found(self) -> Option<Self::Found>;
+}
+
+impl Sought for bool {
+    type Found = ();
+
+    fn found(self) -> Option<()> {
+        self.then_some(())
+    }
+}
+
+impl<T> Sought for Option<T> {
+    type Found = T;
+
+    fn found(self) -> Option<T> {
+        self
+    }
+}
+
+/// Looks again and again, until something is found or the time is over.
+pub fn poll<S: Sought>(deadline: Duration, mut look: impl FnMut() -> S) -> Option<S::Found> {
+    let until = Instant::now() + deadline;
+    loop {
+        let found = look().found();
+        if found.is_some() || Instant::now() >= until {
+            return found;
+        }
+        thread::sleep(Duration::from_millis(20));
     }
 }
 

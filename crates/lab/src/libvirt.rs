@@ -10,8 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ebb_core::units::Bytes;
 
@@ -49,7 +48,6 @@ const QEMU_GROUP: u32 = 64055;
 pub const USER: u32 = 64056;
 /// A new libvirtd first asks QEMU for its capabilities, which takes long.
 const PATIENCE: Duration = Duration::from_secs(120);
-const POLL: Duration = Duration::from_millis(50);
 const EMULATOR: &str = "/usr/bin/qemu-system-x86_64";
 
 /// How libvirtd runs.
@@ -127,7 +125,7 @@ impl Libvirtd {
         let child = Mutex::new(spawn(dir.path(), kind)?);
         let emulator = EMULATOR.into();
         let libvirtd = Libvirtd { child, dir, accel, kind, emulator };
-        libvirtd.wait("libvirtd to answer", |l| l.virsh(&["version"]).is_ok().then_some(()))?;
+        libvirtd.wait("libvirtd to answer", |l| l.virsh(&["version"]).is_ok())?;
         Ok(libvirtd)
     }
 
@@ -151,7 +149,7 @@ impl Libvirtd {
         let _ = (child.kill(), child.wait());
         *child = spawn(self.dir.path(), self.kind)?;
         drop(child);
-        self.wait("libvirtd to answer again", |l| l.virsh(&["list"]).is_ok().then_some(()))
+        self.wait("libvirtd to answer again", |l| l.virsh(&["list"]).is_ok())
     }
 
     /// Whether its domains survive a migration while they run. QEMU 7.2's translator misses writes
@@ -278,7 +276,7 @@ impl Libvirtd {
         let console = self.dir.path().join(format!("{name}.console"));
         let ready = |_: &Libvirtd| {
             let text = fs::read(&console).unwrap_or_default();
-            String::from_utf8_lossy(&text).contains(crate::vm::READY).then_some(())
+            String::from_utf8_lossy(&text).contains(crate::vm::READY)
         };
         self.wait(&format!("the guest of {name}"), ready)?;
         Ok(domain)
@@ -357,22 +355,15 @@ impl Libvirtd {
     }
 
     /// Waits until `done` says something, or `PATIENCE` is over.
-    pub fn wait<T>(
+    pub fn wait<S: Sought>(
         &self,
         what: &str,
-        done: impl Fn(&Libvirtd) -> Option<T>,
-    ) -> Result<T, LabError> {
-        let begun = Instant::now();
-        loop {
-            if let Some(found) = done(self) {
-                return Ok(found);
-            }
-            if begun.elapsed() > PATIENCE {
-                let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
-                return Err(LabError::Missing(format!("{what}: not within {PATIENCE:?}\n{log}")));
-            }
-            thread::sleep(POLL);
-        }
+        done: impl Fn(&Libvirtd) -> S,
+    ) -> Result<S::Found, LabError> {
+        poll(PATIENCE, || done(self)).ok_or_else(|| {
+            let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
+            LabError::Missing(format!("{what}: not within {PATIENCE:?}\n{log}"))
+        })
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
-use ebb_core::wire::{AgentState, HugePages, Recycle, Recycled};
+use ebb_core::wire::{HugePages, Recycle, Recycled};
 use ebb_host::agent::Agent;
 
 use super::trial::Trial;
@@ -135,17 +135,8 @@ impl Place {
         let socket = self.socket.as_ref().context("no agent in this VM")?;
         let mut agent = Agent::connect(socket)?;
         agent.attach(guest_stack::attachment(&self.vm)?, None, SOON)?;
+        agent.wait_ready(MINUTE)?;
         self.agent = Some(agent);
-        let until = Instant::now() + MINUTE;
-        while self.agent()?.status(false, SOON)?.state != AgentState::Ready {
-            if Instant::now() > until {
-                bail!(
-                    "the agent does not find the module: {:?}",
-                    self.agent()?.status(false, SOON)?
-                );
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
         Ok(())
     }
 

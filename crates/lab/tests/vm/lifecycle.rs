@@ -115,7 +115,7 @@ impl Guest {
     /// Until so many more pages were checked, none of them wrong.
     fn verify_on(&self, more: u64) {
         let begun = self.verified();
-        let enough = |_: &Vm| (self.verified() > begun + more).then_some(());
+        let enough = |_: &Vm| self.verified() > begun + more;
         self.vm.wait_for("verify to go on", MINUTE, enough).unwrap();
     }
 
@@ -222,7 +222,7 @@ impl Recycling {
         let ready = |_: &Vm| {
             let seen = self.seen();
             assert_eq!(seen.failure, None, "{seen:?}");
-            (seen.status.state == AgentState::Ready).then_some(())
+            seen.status.state == AgentState::Ready
         };
         vm.wait_for("the agent to use the map", MINUTE, ready)
             .unwrap_or_else(|e| panic!("{e}\n{:?}", self.seen()));
@@ -235,7 +235,7 @@ impl Recycling {
 
     /// Until so much was recycled in all.
     fn wait_recycled(&self, vm: &Vm, goal: Bytes) {
-        vm.wait_for("recycling to go on", MINUTE, |_| (self.seen().recycled >= goal).then_some(()))
+        vm.wait_for("recycling to go on", MINUTE, |_| self.seen().recycled >= goal)
             .unwrap_or_else(|e| panic!("{e}\n{:?}", self.seen()));
     }
 

@@ -60,8 +60,7 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
     let limit = daemon.wait_for("two VMs that give", MINUTE, shrunk).unwrap();
     assert_eq!(limit["vms"], 2, "{limit}");
     assert_eq!(limit["capacity"], LIMIT.0, "{limit}");
-    let config = daemon.config();
-    let (_, text, error) = ebb::run(&["status", "--config", config.to_str().unwrap()]).unwrap();
+    let (_, text, error) = ebb::run_in(dir.path(), &["status"]).unwrap();
     println!("{text}{error}");
     assert!(text.contains("/slice, 2 VMs: "), "{text}{error}");
     assert!(text.contains("limit host, 3 VMs: clear, "), "{text}{error}");
@@ -123,7 +122,7 @@ fn vm_what_is_given_in_a_slice_without_swap_has_no_vm_killed() {
     let config = "reserve = \"200MiB\"\n[defaults]\nmin = \"48%\"\n";
     let daemon = Daemon::start(dir.path(), &names, config).unwrap();
     let known = |s: &Value| {
-        names.iter().all(|name| of(s, name)["available"].as_u64().is_some()).then_some(())
+        names.iter().all(|name| of(s, name)["available"].as_u64().is_some())
     };
     daemon.wait_for("statistics", MINUTE, known).unwrap();
     for (name, vm) in names.iter().zip(&vms) {

@@ -27,14 +27,14 @@ use ebb_host::scan::random_key;
 use ebb_host::sys::{Range, pagemap_scan};
 use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside};
-use ebb_lab::ebb::{Daemon, run};
+use ebb_lab::ebb::{Daemon, run_in};
 use ebb_lab::ground_truth::Truth;
 use ebb_lab::guest_stack;
 use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
 
-use crate::MINUTE;
+use crate::{MINUTE, ebb_says};
 
 const KNOBS: [&str; 5] =
     ["run", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
@@ -80,23 +80,18 @@ fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
 }
 
 /// Each VM by its name in this group; others on this machine are not looked at.
-fn config(dir: &Path, groups: &[(&str, &str)]) -> String {
-    let file = dir.join("ebb.toml");
+fn configure(dir: &Path, groups: &[(&str, &str)]) {
     let vm = |(name, group): &(&str, &str)| {
         format!("[vm.{name}]\nuser = \"root\"\ngroup = \"{group}\"\n")
     };
     let text =
         "[host]\nvms = \"listed\"\n".to_string() + &groups.iter().map(vm).collect::<String>();
-    std::fs::write(&file, text).unwrap();
-    file.to_str().unwrap().to_string()
+    std::fs::write(dir.join("ebb.toml"), text).unwrap();
 }
 
-fn report(config: &str, more: &[&str]) -> Value {
-    let mut args = vec!["merge", "report", "--config", config, "--json", "--hurry"];
-    args.extend(more);
-    let (code, out, err) = run(&args).unwrap();
-    assert_eq!(code, 0, "{err}");
-    serde_json::from_str(&out).unwrap()
+fn report(dir: &Path, more: &[&str]) -> Value {
+    let said = ebb_says(dir, &[&["merge", "report", "--json", "--hurry"], more].concat());
+    serde_json::from_str(&said).unwrap()
 }
 
 fn bytes(v: &Value) -> Bytes {
@@ -113,10 +108,10 @@ fn vm_a_report_says_what_every_page_read_one_by_one_says() {
     let _arena = Arena::beside(Beside::Tests).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1), ("mg3", Kernel::V6_12)], None);
-    let config = config(dir.path(), &[("mg1", "a"), ("mg2", "a"), ("mg3", "b")]);
+    configure(dir.path(), &[("mg1", "a"), ("mg2", "a"), ("mg3", "b")]);
     vms.iter().for_each(|vm| vm.pause().unwrap());
     let truth = Truth::of(&pids(&vms)).unwrap();
-    let said = report(&config, &["--full"]);
+    let said = report(dir.path(), &["--full"]);
     let scan = &said["scan"];
     println!(
         "{truth:?}: ideal {}, said {}; {:.2} GB/s a core, {} of table for {} read",
@@ -132,7 +127,7 @@ fn vm_a_report_says_what_every_page_read_one_by_one_says() {
     assert!(bytes(&said["split"]["between"]) > Bytes::mib(24), "{said:#}");
     assert!(bytes(&said["split"]["across"]) > Bytes::mib(8), "{said:#}");
     // One VM alone has no neighbours.
-    let alone = report(&config, &["--full", "mg1"]);
+    let alone = report(dir.path(), &["--full", "mg1"]);
     let own = Truth::of(&[vms[0].pid()]).unwrap();
     assert!(everything(&alone).abs_diff(own.ideal()) <= own.ideal().share(0.01), "{alone:#}");
     assert_eq!(bytes(&alone["split"]["between"]) + bytes(&alone["split"]["across"]), Bytes::ZERO);
@@ -196,7 +191,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
 
     // A crash leaves it to the next start.
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
-    let stopped = |_: &Value| (knob("run") != before[0]).then_some(());
+    let stopped = |_: &Value| knob("run") != before[0];
     daemon.wait_for("KSM's own run to end", MINUTE, stopped).unwrap();
     daemon.crash();
     assert_ne!(knobs(), before);
@@ -210,11 +205,11 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
 /// at merged memory would break a merge of every content.
 fn looking_breaks_no_merge(dir: &Path, vms: &[Vm]) {
     let looks = tempfile::tempdir_in(dir).unwrap();
-    let config = config(looks.path(), &[("mg1", "default"), ("mg2", "default")]);
+    configure(looks.path(), &[("mg1", "default"), ("mg2", "default")]);
     vms.iter().for_each(|vm| vm.pause().unwrap());
     let before = Truth::of(&pids(vms)).unwrap();
     for _ in 0..2 {
-        report(&config, &["--full"]);
+        report(looks.path(), &["--full"]);
     }
     let after = Truth::of(&pids(vms)).unwrap();
     vms.iter().for_each(|vm| vm.resume().unwrap());
@@ -233,7 +228,7 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], Some(agents.path()));
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
     let all = |state: &Value, has: &dyn Fn(&Value) -> bool| {
-        state["vms"].as_array().is_some_and(|vms| vms.iter().all(has)).then_some(())
+        state["vms"].as_array().is_some_and(|vms| vms.iter().all(has))
     };
     let number = |v: &Value| v.as_u64().unwrap_or(0);
     daemon

@@ -2,11 +2,11 @@
 
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside};
-use ebb_lab::ebb::{Daemon, run};
+use ebb_lab::ebb::Daemon;
 use ebb_lab::vm::{Balloon, Vm};
 use serde_json::Value;
 
-use crate::{MINUTE, replays, stock};
+use crate::{MINUTE, ebb_says, replays, stock};
 
 #[test]
 fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
@@ -47,8 +47,7 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     for said in [&held, &live] {
         assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{said:?}");
     }
-    let config = daemon.config();
-    let explain = run(&["explain", "partial_thp", "--config", config.to_str().unwrap()]).unwrap().1;
+    let explain = ebb_says(dir.path(), &["explain", "partial_thp"]);
     assert!(explain.contains("huge pages split"), "{explain}");
     assert!(
         daemon

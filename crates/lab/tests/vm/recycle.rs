@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_core::wire::{AgentState, HugePages, Recycle, Recycled};
+use ebb_core::wire::{HugePages, Recycle, Recycled};
 use ebb_host::agent::Agent;
 use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside, MemoryCgroup};
@@ -91,15 +91,7 @@ impl Guest {
     }
 
     fn ready(&mut self) {
-        let until = Instant::now() + MINUTE;
-        loop {
-            let status = self.agent.status(false, SOON).unwrap();
-            if status.state == AgentState::Ready {
-                return;
-            }
-            assert!(Instant::now() < until, "{status:?}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        self.agent.wait_ready(MINUTE).unwrap();
     }
 
     /// Everything, at most a second long.

@@ -10,12 +10,12 @@ use ebb_host::qmp::{Client, QmpError};
 use ebb_host::qmp_balloon::{self, INTERVAL};
 use ebb_lab::Background;
 use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::ebb::Daemon;
 use ebb_lab::vm::Vm;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{MINUTE, of, signal, stock};
+use crate::{MINUTE, ebb_says, of, signal, stock};
 
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);
@@ -98,7 +98,7 @@ fn start(name: &str, id: u32) -> Vm {
 }
 
 fn is(vm: &Vm, what: &str, is: impl Fn(Bytes) -> bool) {
-    let there = |vm: &Vm| is(vm.balloon().unwrap()).then_some(());
+    let there = |vm: &Vm| is(vm.balloon().unwrap());
     vm.wait_for(what, MINUTE, there).unwrap();
 }
 
@@ -109,7 +109,7 @@ fn interval(vm: &Vm) -> u64 {
 fn wait_up(daemon: &Daemon, name: &str) {
     let up = |s: &Value| {
         let vm = of(s, name);
-        (vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()).then_some(())
+        vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()
     };
     daemon.wait_for("its statistics", MINUTE, up).unwrap();
 }
@@ -146,11 +146,9 @@ fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fai
     let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
     wait_up(&daemon, "vm100");
     daemon.squeeze("vm100", SQUEEZED).unwrap();
-    let config = daemon.config();
     daemon.crash();
     assert!(vm.balloon().unwrap() <= SQUEEZED);
-    let (code, out, err) = ebb::run(&["release", "--config", config.to_str().unwrap()]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    ebb_says(dir.path(), &["release"]);
     is(&vm, "all that it is owed after a crash", |size| size == RAM);
 
     let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
@@ -181,9 +179,8 @@ fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_st
     let daemon = Daemon::start(dir.path(), &["vm101"], "").unwrap();
     wait_up(&daemon, "vm101");
     daemon.squeeze("vm101", SQUEEZED).unwrap();
-    let config = daemon.config();
     signal(vm.pid(), Signal::STOP);
-    let slow = |s: &Value| (of(s, "vm101")["link"]["state"] == "slow").then_some(());
+    let slow = |s: &Value| of(s, "vm101")["link"]["state"] == "slow";
     daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
     std::thread::sleep(Duration::from_secs(3));
     let path = vm.qmp_path().display().to_string();
@@ -194,7 +191,6 @@ fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_st
     assert_eq!(daemon.stop_code(), Some(2), "something is left");
     signal(vm.pid(), Signal::CONT);
     ask(&vm.qmp_path(), "query-status", None).unwrap();
-    let (code, out, err) = ebb::run(&["release", "--config", config.to_str().unwrap()]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    ebb_says(dir.path(), &["release"]);
     is(&vm, "all that it is owed", |size| size == RAM);
 }

@@ -47,9 +47,7 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     let state_dir = dir.path().join("daemon");
     let daemon = Daemon::start(&state_dir, &["load"], "users = [65534]").unwrap();
     if let Err(e) = daemon.wait_for_tier("guest") {
-        let config = daemon.config();
-        let doctor = ebb::run(&["doctor", "--config", config.to_str().unwrap()]);
-        panic!("{e}\n{doctor:?}");
+        panic!("{e}\n{:?}", ebb::run_in(&state_dir, &["doctor"]));
     }
     vm.tool().start("v", "verify", "size=100000000 seconds=5 threads=2").unwrap();
     let began = Instant::now();

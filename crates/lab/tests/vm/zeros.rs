@@ -10,12 +10,12 @@ use ebb_core::units::{Bytes, PAGE};
 use ebb_host::probe::regions::{Region, guest_ram, read_smaps};
 use ebb_host::root::Root;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
-use ebb_lab::ebb::{Daemon, run};
+use ebb_lab::ebb::{Daemon, run_in};
 use ebb_lab::guest_stack;
 use ebb_lab::vm::Vm;
 use serde_json::Value;
 
-use crate::{MINUTE, replays, stock};
+use crate::{MINUTE, ebb_says, replays, stock};
 
 const RAM: Bytes = Bytes::mib(384);
 /// Nine of ten clusters of 16 KiB are zeros, and all of it is held.
@@ -85,10 +85,9 @@ fn zeros(state: &Value, i: usize, key: &str) -> Bytes {
 
 /// What was done is shown everywhere, and decided again from the record.
 fn check_words(daemon: Daemon, name: &str, dir: &Path) {
-    let config = daemon.config();
-    let explain = run(&["explain", name, "--config", config.to_str().unwrap()]).unwrap().1;
+    let explain = ebb_says(dir, &["explain", name]);
     assert!(explain.contains(" freed, "), "{explain}");
-    let status = run(&["status", "--config", config.to_str().unwrap()]).unwrap().1;
+    let status = run_in(dir, &["status"]).unwrap().1;
     assert!(status.contains("zero pages freed without merging: "), "{status}");
     let metrics = daemon.metrics().unwrap();
     assert!(metrics.contains(&format!("ebb_vm_zeros_freed_bytes_total{{vm=\"{name}\"}}")));
@@ -139,7 +138,7 @@ fn vm_zeros_in_small_pages_go_on_request_and_nothing_else_does() {
     let dir = tempfile::tempdir().unwrap();
     let wanted = "[merge]\nzeros = true\n[vm.stays]\nzeros = false\n";
     let daemon = Daemon::start(dir.path(), &["asked"], wanted).unwrap();
-    let both = |s: &Value| (s["vms"].as_array()?.len() == 2).then_some(());
+    let both = |s: &Value| s["vms"].as_array().is_some_and(|vms| vms.len() == 2);
     daemon.wait_for("both VMs", MINUTE, both).unwrap();
     let before = usage();
     daemon.reclaim().unwrap();

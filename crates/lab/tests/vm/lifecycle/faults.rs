@@ -33,7 +33,7 @@ fn reset_until_lost(mut guest: Guest, kind: Reset, arguments: &str, tries: usize
         recycling.wait_ready(&guest.vm);
         // All that is free once, so that what is taken from here on is live.
         let calls = recycling.seen().calls;
-        let twice = |_: &Vm| (recycling.seen().calls > calls + 2).then_some(());
+        let twice = |_: &Vm| recycling.seen().calls > calls + 2;
         guest.vm.wait_for("recycling", MINUTE, twice).unwrap();
         kind.of(&guest).unwrap();
         let found = ended(&guest, round + 1, usual).and_then(|()| booted(&mut guest, &first));
@@ -44,7 +44,7 @@ fn reset_until_lost(mut guest: Guest, kind: Reset, arguments: &str, tries: usize
 
 /// Waits until a boot has come to an end, good or bad.
 fn ended(guest: &Guest, boots: usize, usual: Duration) -> Result<(), String> {
-    let end = |vm: &Vm| (dead(vm) || ready(vm) > boots).then_some(());
+    let end = |vm: &Vm| dead(vm) || ready(vm) > boots;
     // A boot that hangs may say nothing at all.
     let limit = (usual * 6).max(SOON).div_f64(guest.vm.accel().patience());
     guest.vm.wait_for("an end of the boot", limit, end).map_err(brief)?;

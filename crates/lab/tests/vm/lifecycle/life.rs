@@ -21,7 +21,7 @@ fn vm_a_module_that_goes_and_comes_back_loses_nothing() {
             recycling.wait_more(&guest.vm, Bytes::mib(2));
             assert_eq!(guest.audit_false(), 0);
             guest.sh("rmmod ebb");
-            let gone = |_: &Vm| (!recycling.is(AgentState::Ready)).then_some(());
+            let gone = |_: &Vm| !recycling.is(AgentState::Ready);
             guest.vm.wait_for("the agent to see it go", MINUTE, gone).unwrap();
             guest.verify_on(2_000);
             println!("{kernel} {round}: {:?}", recycling.seen().status);

@@ -24,7 +24,7 @@ fn begin(from: &Guest, to: &Guest) {
     let slow = json!({ "max-bandwidth": 8 << 20, "downtime-limit": 2000 });
     from.vm.qmp("migrate-set-parameters", Some(slow)).unwrap();
     from.vm.qmp("migrate", Some(json!({ "uri": uri }))).unwrap();
-    let active = |vm: &Vm| (migration(vm) == "active").then_some(());
+    let active = |vm: &Vm| migration(vm) == "active";
     from.vm.wait_for("the migration to begin", MINUTE, active).unwrap();
 }
 
@@ -36,7 +36,7 @@ fn finish(from: &Guest, to: &Guest) {
         let status = migration(&from.vm);
         assert_ne!(status, "failed");
         let runs = vm.qmp("query-status", None).unwrap()["status"] == "running";
-        (status == "completed" && runs).then_some(())
+        status == "completed" && runs
     };
     to.vm.wait_for("the guest to arrive", MINUTE, there).unwrap();
 }
@@ -59,7 +59,7 @@ fn vm_a_guest_migrated_under_a_daemon_is_left_alone_and_recycled_at_its_target()
         let _ = daemon.wait_for("tier guest", MINUTE, |s| recycled(s, "source")).unwrap();
         daemon.reclaim().unwrap();
         begin(&source, &there);
-        let apart = |s: &Value| recycled(s, "source").is_none().then_some(());
+        let apart = |s: &Value| recycled(s, "source").is_none();
         daemon.wait_for("hands off", MINUTE, apart).unwrap();
         source.verify_on(1_000);
         finish(&source, &there);

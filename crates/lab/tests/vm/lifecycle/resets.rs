@@ -155,7 +155,7 @@ fn vm_a_crash_kernel_has_memory_of_its_own_and_loses_nothing() {
         assert_eq!(dump.trim(), "/proc/vmcore", "{kernel}: not a crash kernel");
         assert_eq!(Boot::look(&guest).unwrap().files, first.files, "{kernel}");
         let checks = verify(&guest, 60 << 20, 5).unwrap_or_else(|e| panic!("{kernel}: {e}"));
-        let silent = |_: &Vm| (!recycling.is(AgentState::Ready)).then_some(());
+        let silent = |_: &Vm| !recycling.is(AgentState::Ready);
         guest.vm.wait_for("the old map to be dropped", MINUTE, silent).unwrap();
         println!("{kernel}: {checks} pages checked, {:?}", recycling.seen());
     }

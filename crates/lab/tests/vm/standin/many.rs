@@ -65,14 +65,9 @@ fn wait_all_up(daemon: &Daemon, count: usize) {
     let up = |s: &Value| {
         let vms = s["vms"].as_array().unwrap();
         let known = vms.iter().filter(|v| v["actual"].as_u64() > Some(0));
-        (known.count() == count).then_some(())
+        known.count() == count
     };
-    let until = Instant::now() + PATIENCE;
-    while up(&daemon.get("/v1/state").unwrap()).is_none() {
-        let problems = daemon.get("/v1/state").unwrap()["problems"].clone();
-        assert!(Instant::now() < until, "{problems}\n{}", daemon.log());
-        wait_ticks(daemon, 1);
-    }
+    daemon.wait_for("all VMs", PATIENCE, up).unwrap();
 }
 
 /// What is owed by the file, and what was taken.

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::law::Watch;
 use super::place::*;
+use crate::wait_until;
 
 /// What each needs that is left in peace.
 const LITTLE: u64 = 64 * MIB;
@@ -238,7 +239,7 @@ impl Run {
         self.tell(i, json!({ "reset": true }));
         self.vms[i].reset = Some(Instant::now());
         let (vm, whole) = (&self.vms[i].standin, self.watch.whole_of(&self.vms[i].standin));
-        vm.wait_for("size after a reset", |t| (t.size == whole && t.told == whole).then_some(()));
+        vm.wait_for("size after a reset", |t| t.size == whole && t.told == whole);
     }
 
     fn crash(&mut self) {
@@ -252,7 +253,7 @@ impl Run {
         let before = self.daemon().log().matches("begun anew").count();
         self.daemon().signal(Signal::HUP);
         let again =
-            |_: &Value| (self.daemon().log().matches("begun anew").count() > before).then_some(());
+            |_: &Value| self.daemon().log().matches("begun anew").count() > before;
         // The socket is another's for a moment.
         let anew = || self.daemon().wait_for("daemon anew", PATIENCE, again).is_ok();
         wait_until(anew, || self.daemon().log());
@@ -289,7 +290,7 @@ impl Run {
             self.tell(i, json!({ "need": need }));
         }
         let before = self.vms[i].standin.truth().commands;
-        self.vms[i].standin.wait_for("commands", |t| (t.commands > before + 40).then_some(()));
+        self.vms[i].standin.wait_for("commands", |t| t.commands > before + 40);
         drop(limited);
         self.lift(i);
     }

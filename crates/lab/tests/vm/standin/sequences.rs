@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use super::law::Watch;
 use super::place::*;
+use crate::wait_until;
 
 /// Fewer ticks than an operator is left alone for, more than Ebb needs to do anything.
 const WHILE: u64 = 25;
@@ -27,7 +28,7 @@ fn end_well(place: &Place, daemon: Daemon, watch: Watch, vms: &[&Standin]) {
     end_whole(place, daemon, watch, vms);
     for vm in vms {
         // What it was told last it may do later.
-        let as_before = |t: &Truth| (t.interval_s == 0).then_some(());
+        let as_before = |t: &Truth| t.interval_s == 0;
         vm.wait_for("questions for statistics as before", as_before);
     }
 }
@@ -43,7 +44,7 @@ fn a_qemu_that_answers_in_250_ms_is_heard_helped_and_given_back() {
     vms.iter().for_each(|vm| squeeze(&daemon, vm));
     for vm in &vms {
         vm.tell(&json!({ "latency_ms": 250, "need": vm.least - 6 * MIB }));
-        vm.wait_for("help in need", |t| (t.size >= vm.least + 32 * MIB).then_some(()));
+        vm.wait_for("help in need", |t| t.size >= vm.least + 32 * MIB);
         wait_shown(&daemon, vm, "size", |v| v["actual"].as_u64() > Some(vm.least));
         vm.tell(&json!({ "need": 64 * MIB }));
     }
