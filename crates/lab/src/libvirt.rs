@@ -17,7 +17,7 @@ use ebb_core::units::Bytes;
 use crate::guest::Tool;
 use crate::image::{Image, Kernel, cached, with_files, write_atomically};
 use crate::vm::{Accel, on_lasting_thread};
-use crate::{LabError, ebb, guest_stack, run};
+use crate::{LabError, Sought, ebb, guest_stack, poll, run};
 
 /// Mounts, then becomes libvirtd on a host of its own name: libvirt migrates between hosts only.
 /// The arguments: the lab's directory, and what runs libvirtd as another user, if it is to be one.

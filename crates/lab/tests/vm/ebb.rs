@@ -19,7 +19,7 @@ use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{MINUTE, ebb_says, of, replays, signal, stock, wait_size};
+use crate::{MINUTE, ebb_says, of, replays, signal, stock, stop_verify, wait_size};
 
 const RAM: Bytes = Bytes::mib(512);
 /// What a guest of 512 MiB and its QEMU hold that has touched 256 MiB, and hardly more.
@@ -236,8 +236,7 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     println!("{} given; the other went from {} to {}", Bytes(given), Bytes(idle), Bytes(squeezed));
     assert_eq!(vms[0].tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
     for vm in &vms {
-        let end = vm.tool().stop("v").unwrap();
-        assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{}: {end:?}", vm.name());
+        stop_verify(vm);
         assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
     }
     assert!(daemon.stop());
@@ -300,8 +299,7 @@ fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
     assert_eq!(bytes(&again, "ceiling"), RAM.0, "it knows what is owed: {again}");
     assert!(daemon.stop());
     wait_size(&vm, RAM);
-    let end = vm.tool().stop("v").unwrap();
-    assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{end:?}");
+    stop_verify(&vm);
     check_record(dir.path());
 }
 

@@ -154,9 +154,8 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
         daemon.reload();
     };
     let nothing = |l: &Libvirtd| {
-        l.virsh(&["dumpxml", "tame"]).is_ok_and(|xml| {
-            !xml.contains("urn:ebb:balloon") && !xml.contains("<stats period=")
-        })
+        l.virsh(&["dumpxml", "tame"])
+            .is_ok_and(|xml| !xml.contains("urn:ebb:balloon") && !xml.contains("<stats period="))
     };
     with_libvirt(false);
     wait_size(&libvirtd, "tame", |b| b == RAM);

@@ -99,6 +99,13 @@ impl Guest {
         guest_stack::load(&self.vm).unwrap();
     }
 
+    /// Recycles from the moment on in which the agent uses the module's map.
+    fn recycle(&self) -> Recycling {
+        let recycling = Recycling::start(&self.vm, &self.socket);
+        recycling.wait_ready(&self.vm);
+        recycling
+    }
+
     /// Starts what checks its own memory until it is stopped.
     fn start_verify(&self, size: u64, arguments: &str) {
         let all = format!("size={size} seconds=100000 {arguments}");

@@ -121,9 +121,7 @@ fn vm_what_is_given_in_a_slice_without_swap_has_no_vm_killed() {
     let dir = tempfile::tempdir().unwrap();
     let config = "reserve = \"200MiB\"\n[defaults]\nmin = \"48%\"\n";
     let daemon = Daemon::start(dir.path(), &names, config).unwrap();
-    let known = |s: &Value| {
-        names.iter().all(|name| of(s, name)["available"].as_u64().is_some())
-    };
+    let known = |s: &Value| names.iter().all(|name| of(s, name)["available"].as_u64().is_some());
     daemon.wait_for("statistics", MINUTE, known).unwrap();
     for (name, vm) in names.iter().zip(&vms) {
         slice.resize(Bytes::gib(4)).unwrap();

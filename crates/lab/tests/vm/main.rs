@@ -61,6 +61,19 @@ fn of<'a>(state: &'a Value, name: &str) -> &'a Value {
     vms.iter().find(|v| v["name"] == name).unwrap_or(&Value::Null)
 }
 
+/// What `verify` checked until now is what it wrote.
+fn stop_verify(vm: &Vm) {
+    let end = vm.tool().stop("v").unwrap();
+    assert!(end.u64("errors") == 0 && end.u64("checks") > 0, "{}: {end:?}", vm.name());
+}
+
+/// The same, and so is what `hold` holds.
+fn all_is_there(vm: &Vm) {
+    let held = vm.poked("h", 2 * MINUTE).unwrap();
+    assert!(held.u64("errors") == 0 && held.u64("checks") > 0, "{}: {held:?}", vm.name());
+    stop_verify(vm);
+}
+
 /// Waits until its balloon leaves the guest about so much.
 fn wait_size(vm: &Vm, size: Bytes) {
     let there = |vm: &Vm| vm.balloon().unwrap().abs_diff(size) <= Bytes::mib(1);

@@ -34,7 +34,7 @@ use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
 
-use crate::{MINUTE, ebb_says};
+use crate::{MINUTE, all_is_there, ebb_says, stop_verify};
 
 const KNOBS: [&str; 5] =
     ["run", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
@@ -181,8 +181,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     assert!(other["open"] == true, "{}", daemon.log());
     assert!(daemon.log().contains("mg1: out of KSM: its merged pages are written"));
     for vm in &vms {
-        let v = vm.tool().stop("v").unwrap();
-        assert!(v.u64("errors") == 0 && v.u64("checks") > 0, "{}: {v:?}", vm.name());
+        stop_verify(vm);
     }
     assert_ne!(knobs(), before);
     assert!(daemon.stop(), "ends well");
@@ -231,21 +230,15 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
         state["vms"].as_array().is_some_and(|vms| vms.iter().all(has))
     };
     let number = |v: &Value| v.as_u64().unwrap_or(0);
-    daemon
-        .wait_for("merged ranges", 3 * MINUTE, |state| {
-            all(state, &|v| number(&v["agent"]["open"]) > 0)?;
-            merged(state).iter().all(|pages| *pages > 6000).then_some(())
-        })
-        .unwrap();
+    let open = |state: &Value| all(state, &|v| number(&v["agent"]["open"]) > 0);
+    let merges = |state: &Value| open(state) && merged(state).iter().all(|pages| *pages > 6000);
+    daemon.wait_for("merged ranges", 3 * MINUTE, merges).unwrap();
     // Scans of what is merged close none of it: neither would its merges survive that.
     let full = |state: &Value| state["host"]["merge"]["scan"]["number"].as_u64();
     let (first, scans) = (truth(&vms), full(&daemon.get("/v1/state").unwrap()).unwrap());
-    daemon
-        .wait_for("two more scans", 3 * MINUTE, |state| {
-            let rests = state["host"]["ksm"]["run"] == 0;
-            full(state).filter(|n| rests && *n >= scans + 2)
-        })
-        .unwrap();
+    let two_more =
+        |s: &Value| s["host"]["ksm"]["run"] == 0 && full(s).is_some_and(|n| n >= scans + 2);
+    daemon.wait_for("two more scans", 3 * MINUTE, two_more).unwrap();
     let later = truth(&vms);
     println!("{first:?}, two scans later {later:?}");
     let state = daemon.get("/v1/state").unwrap();
@@ -270,8 +263,7 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
         let (merged, again) = (merged(&state)[i], recycled(&state)[i]);
         println!("{}: {} open, {merged} pages merged, {again} recycled", vm.name(), Bytes(open));
         assert!(open < vm.memory().0, "never as a whole");
-        let v = vm.tool().stop("v").unwrap();
-        assert!(v.u64("errors") == 0 && v.u64("checks") > 0, "{}: {v:?}", vm.name());
+        stop_verify(vm);
     }
     assert!(!daemon.log().contains("out of KSM"), "{}", daemon.log());
     // At the daemon's end what is merged stays so, and the next one goes on with it.
@@ -280,14 +272,11 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     assert!(daemon.stop());
     let after = Truth::of(&pids(&vms)).unwrap();
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
-    daemon
-        .wait_for("ranges again", MINUTE, |state| all(state, &|v| number(&v["agent"]["open"]) > 0))
-        .unwrap();
+    daemon.wait_for("ranges again", MINUTE, open).unwrap();
     let again = Truth::of(&pids(&vms)).unwrap();
     println!("{before:?}, its end: {after:?}, the next: {again:?}");
-    daemon
-        .wait_for("what QEMU itself holds", MINUTE, |s| all(s, &|v| number(&v["vmm"]) > 0))
-        .unwrap();
+    let counted = |s: &Value| all(s, &|v| number(&v["vmm"]) > 0);
+    daemon.wait_for("what QEMU itself holds", MINUTE, counted).unwrap();
     let state = daemon.get("/v1/state").unwrap();
     state["vms"].as_array().unwrap().iter().for_each(what_qemu_itself_holds_is_right);
     for later in [after, again] {
@@ -430,17 +419,6 @@ fn mapped(vm: &Vm) -> KsmState {
 
 fn open(vm: &Vm) -> bool {
     mapped(vm).open
-}
-
-/// What guests hold and what they write all the time is what they wrote.
-fn all_is_there(vms: &[Vm]) {
-    for vm in vms {
-        let held = vm.poked("h", 2 * MINUTE).unwrap();
-        let live = vm.tool().stop("v").unwrap();
-        for said in [&held, &live] {
-            assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
-        }
-    }
 }
 
 fn pids(vms: &[Vm]) -> Vec<u32> {

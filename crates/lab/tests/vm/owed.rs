@@ -55,8 +55,7 @@ fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
     }
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "").unwrap();
-    let told =
-        |s: &Value| (0..2).all(|i| s["vms"][i]["available"].as_u64().is_some());
+    let told = |s: &Value| (0..2).all(|i| s["vms"][i]["available"].as_u64().is_some());
     daemon.wait_for("statistics", MINUTE, told).unwrap();
     ticks(&daemon, TICKS);
     for size in [RAM, Bytes::mib(200), Bytes::mib(400)] {

@@ -6,7 +6,7 @@ use ebb_lab::ebb::Daemon;
 use ebb_lab::vm::{Balloon, Vm};
 use serde_json::Value;
 
-use crate::{MINUTE, ebb_says, replays, stock};
+use crate::{MINUTE, all_is_there, ebb_says, replays, stock};
 
 #[test]
 fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
@@ -41,12 +41,7 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     println!("cgroup {before} → {after}, {}", state["vms"][0]["partial_thp"]);
     // Less what the balloon took outside of them: the proof is the host's own counter.
     assert!(before - after >= Bytes::mib(64), "{before} → {after}");
-    tool.poke("h").unwrap();
-    let held = tool.wait_event("h", "progress", 2 * MINUTE).unwrap();
-    let live = tool.stop("v").unwrap();
-    for said in [&held, &live] {
-        assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{said:?}");
-    }
+    all_is_there(&vm);
     let explain = ebb_says(dir.path(), &["explain", "partial_thp"]);
     assert!(explain.contains("huge pages split"), "{explain}");
     assert!(

@@ -19,7 +19,7 @@ use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Backing, Vm};
 use serde_json::{Value, json};
 
-use crate::{MINUTE, ebb_says, stock, unique, wait_until};
+use crate::{MINUTE, ebb_says, stock, stop_verify, unique, wait_until};
 
 /// Here some process, init of this machine perhaps, may not let anybody see what it maps.
 const PRIVATE: &str = "[defaults]\nprivate_ram = true\n";
@@ -118,8 +118,7 @@ fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
         reader.join().unwrap()
     });
     assert_eq!(wrong, 0);
-    let end = vm.tool().stop("v").unwrap();
-    assert_eq!(end.u64("errors"), 0, "{end:?}");
+    stop_verify(&vm);
     let why = daemon.vm(vm.name()).unwrap()["agent"]["why"].to_string();
     assert!(why.contains("vhost-user"), "{why}");
     // Plugged out, the agent works again.
@@ -187,8 +186,7 @@ fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
     drop(node);
     daemon.wait_for_tier("guest").unwrap();
     assert_eq!(wires.map(pin), [false, false]);
-    let end = vm.tool().stop("v").unwrap();
-    assert_eq!(end.u64("errors"), 0, "{end:?}");
+    stop_verify(&vm);
     assert!(daemon.stop());
 }
 

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_core::wire::{HugePages, Recycle, Recycled};
+use ebb_core::wire::{AgentState, HugePages, Recycle, Recycled};
 use ebb_host::agent::Agent;
 use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside, MemoryCgroup};
@@ -313,7 +313,7 @@ fn vm_resets_during_recycling_lose_nothing() {
 fn vm_a_daemon_that_goes_leaves_nothing_behind() {
     let arena = held();
     let mut guest = Guest::boot(&arena, Kernel::V6_1, Backing::Anonymous, "");
-    let path = guest.dir.path().join("agent");
+    let path = guest.dir.path().join(format!("{}.agent", guest.vm.name()));
     for _ in 0..3 {
         guest.attach();
         guest.ready();

@@ -15,7 +15,7 @@ use ebb_lab::guest_stack;
 use ebb_lab::vm::Vm;
 use serde_json::Value;
 
-use crate::{MINUTE, ebb_says, replays, stock};
+use crate::{MINUTE, all_is_there, ebb_says, replays, stock};
 
 const RAM: Bytes = Bytes::mib(384);
 /// Nine of ten clusters of 16 KiB are zeros, and all of it is held.
@@ -38,17 +38,6 @@ fn boot(names: &[&str], small_pages: bool, arena: &Arena) -> Vec<Vm> {
         tool.start_ready("v", "verify", "size=16777216 seconds=86400", MINUTE).unwrap();
     }
     vms
-}
-
-/// Every page of the guest is what was written into it.
-fn all_is_there(vm: &Vm) {
-    let tool = vm.tool();
-    tool.poke("h").unwrap();
-    let held = tool.wait_event("h", "progress", 2 * MINUTE).unwrap();
-    let live = tool.stop("v").unwrap();
-    for said in [&held, &live] {
-        assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
-    }
 }
 
 fn ram(vm: &Vm) -> Vec<Region> {

@@ -160,7 +160,7 @@ impl Beside<'_> {
         runner.end()?;
         let (dir, settings) = (tempfile::tempdir()?, Settings::default());
         let state = dir.path().join("ksm.json");
-        let taken = steadily(|| Governor::take(Root::default(), &state, settings, false));
+        let taken = steadily(|| Governor::take(&state, settings));
         let mut governor = taken?;
         governor.plan(planned);
         let scan = Scan::start(vms, settings.share(Pressure::Clear))?;

@@ -4,7 +4,7 @@
 //! Protection and second reading are left out in `vm_recycle`.
 
 use super::moves::{add_image, job};
-use super::resets::{Boot, Reset, verify_boot};
+use super::resets::{Boot, Reset, brief, verify_boot};
 use super::*;
 
 /// Whether its one vCPU halts with interrupts off: it never runs again.
@@ -54,10 +54,6 @@ fn ended(guest: &Guest, boots: usize, usual: Duration) -> Result<(), String> {
     Ok(())
 }
 
-fn brief(error: VmError) -> String {
-    error.to_string().chars().take(400).collect()
-}
-
 /// Whether a boot went well; the error is what was lost of it.
 fn booted(guest: &mut Guest, first: &Boot) -> Result<(), String> {
     guest.vm.wait_ready().map_err(brief)?;
@@ -104,8 +100,7 @@ fn vm_without_the_tripwire_a_loaded_snapshot_is_taken_apart() {
     add_image(&guest);
     guest.insmod();
     guest.start_verify(250 << 20, "");
-    let recycling = Recycling::start(&guest.vm, &guest.socket);
-    recycling.wait_ready(&guest.vm);
+    let recycling = guest.recycle();
     guest.verify_on(60_000);
     let snapshot = json!({ "tag": "t", "vmstate": "snap", "devices": ["snap"] });
     job(&guest.vm, "snapshot-save", snapshot.clone());
@@ -138,8 +133,7 @@ pub fn checked(guest: &Guest, more: u64) -> Result<(), String> {
 fn contest(faults: &str, time: Duration) -> bool {
     let guest = Guest::boot_with_faults(Kernel::V6_12, faults, |c| c.cpus = 2);
     guest.insmod();
-    let recycling = Recycling::start(&guest.vm, &guest.socket);
-    recycling.wait_ready(&guest.vm);
+    let recycling = guest.recycle();
     let tool = guest.vm.tool();
     tool.start("v", "verify", "size=300000000 seconds=100000 threads=2").unwrap();
     let until = Instant::now() + time;

@@ -40,8 +40,7 @@ fn vm_an_agent_stood_down_or_left_in_the_middle_loses_nothing() {
         guest.insmod();
         guest.start_verify(150 << 20, "threads=2");
         for round in 0..rounds() {
-            let recycling = Recycling::start(&guest.vm, &guest.socket);
-            recycling.wait_ready(&guest.vm);
+            let recycling = guest.recycle();
             recycling.wait_more(&guest.vm, Bytes::mib(2));
             let mut agent = recycling.stop();
             if round % 2 == 0 {
@@ -123,8 +122,7 @@ fn vm_memory_that_goes_offline_and_comes_back_during_recycling_loses_nothing() {
         });
         guest.insmod();
         guest.start_verify(200 << 20, "threads=2");
-        let recycling = Recycling::start(&guest.vm, &guest.socket);
-        recycling.wait_ready(&guest.vm);
+        let recycling = guest.recycle();
         let mut offlined = 0;
         for _ in 0..rounds() {
             offlined += guest.sh(HOTPLUG).trim().parse::<u64>().unwrap();

@@ -66,5 +66,5 @@ fn vm_khugepaged_undoes_merges_unless_it_is_held() {
         assert_eq!(fs::read_to_string(knob("max_ptes_shared")).unwrap().trim(), HUGE[0].1);
     }
     vms.iter().for_each(|vm| vm.resume().unwrap());
-    all_is_there(&vms);
+    vms.iter().for_each(all_is_there);
 }

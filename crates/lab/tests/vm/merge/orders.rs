@@ -74,7 +74,7 @@ fn vm_merge_off_takes_one_out_on_brings_it_in_and_off_alone_breaks_all() {
     println!("off: {before} pages saved, then {}; {said}", sharing());
     assert!(before > 4000 && sharing() == 0 && knob("run") == "2");
     assert!(vms.iter().all(|vm| merged(vm) == 0), "{:?}, {:?}", stat(&vms[0]), stat(&vms[1]));
-    all_is_there(&vms);
+    vms.iter().for_each(all_is_there);
 }
 
 /// A daemon that is gone for good: what it changed is put back without it, and what was
@@ -100,7 +100,7 @@ fn vm_release_puts_back_ksm_and_who_was_open_and_breaks_no_merge() {
     assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
     assert!(vms.iter().all(open), "as QEMU was started");
     assert!(stat(&vms[0]).merged() >= kept.merged() * 9 / 10 && kept.merged() > 1000);
-    all_is_there(&vms);
+    vms.iter().for_each(all_is_there);
 }
 
 /// Debian's, unpacked and run as it is: it reads its settings from the environment.
@@ -170,5 +170,5 @@ fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     daemon.wait_for("rest", MINUTE, rests).unwrap();
     assert!(daemon.stop());
     assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
-    all_is_there(&vms);
+    vms.iter().for_each(all_is_there);
 }

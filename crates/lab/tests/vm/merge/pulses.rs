@@ -50,6 +50,6 @@ fn vm_pulses_merge_what_there_is_and_take_no_more_than_they_may() {
     // Known by what a page cost a tenth of a second ago.
     assert!(used < 2.0 * SHARE, "{used}");
     assert!(pulses.iter().any(|p| *p > 8), "a first look is cheap, and known to be: {pulses:?}");
-    all_is_there(&vms);
+    vms.iter().for_each(all_is_there);
     assert!(daemon.stop());
 }

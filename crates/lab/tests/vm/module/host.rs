@@ -102,10 +102,7 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
 
         // It beats.
         let beat = ram.u64(h + 192);
-        guest
-            .vm
-            .wait_for("beats", MINUTE, |_| ram.u64(h + 192) > beat + 3)
-            .unwrap();
+        guest.vm.wait_for("beats", MINUTE, |_| ram.u64(h + 192) > beat + 3).unwrap();
         // Not more seldom than it says, as far as this machine's load allows to tell.
         let tick = Duration::from_millis(ram.u32(h + 136));
         let (begun, mut last) = (Instant::now(), (Instant::now(), ram.u64(h + 192)));
@@ -119,8 +116,7 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
         }
         println!("{kernel}: idle for up to {longest:?} between beats, tick_ms {tick:?}");
         assert!(tick <= Duration::from_secs(1) && longest < tick * 3, "{kernel}: {longest:?}");
-        let right =
-            |_: &Vm| ram.u64(h + 200) == mix(ram.u64(h + 192).wrapping_add(key));
+        let right = |_: &Vm| ram.u64(h + 200) == mix(ram.u64(h + 192).wrapping_add(key));
         guest.vm.wait_for("a right beat", MINUTE, right).unwrap();
 
         // It answers, and does so faster once it is asked often; not when paused.
@@ -130,10 +126,7 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
             let begun = Instant::now();
             ram.0.write_all_at(&challenge.to_le_bytes(), h + 208).unwrap();
             let answer = mix(!challenge ^ key);
-            guest
-                .vm
-                .wait_for("an answer", MINUTE, |_| ram.u64(h + 216) == answer)
-                .unwrap();
+            guest.vm.wait_for("an answer", MINUTE, |_| ram.u64(h + 216) == answer).unwrap();
             if challenge > 0x1234_5678_9abc_def1 {
                 slowest = slowest.max(begun.elapsed());
             }

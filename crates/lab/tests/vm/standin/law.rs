@@ -14,7 +14,7 @@ use ebb_core::state::OwnedVm;
 use ebb_core::units::Bytes;
 use ebb_lab::Background;
 
-use super::place::{MIB, Order, Peer, Place, Truth, parse_owned};
+use super::place::{MIB, Order, Peer, Place, Standin, Truth, parse_owned};
 
 /// Between two looks.
 const ROUND: Duration = Duration::from_millis(3);
@@ -58,7 +58,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    pub fn start(place: &Place, vms: &[&Peer]) -> Watch {
+    pub fn start(place: &Place, vms: &[&Standin]) -> Watch {
         let wholes: HashMap<u32, Vec<u64>> =
             vms.iter().map(|vm| (vm.pid, vec![vm.truth().size])).collect();
         let wholes = Arc::new(Mutex::new(wholes));
@@ -69,7 +69,7 @@ impl Watch {
             orders: HashMap::new(),
             found: found.clone(),
         };
-        let peers: Vec<Peer> = vms.iter().map(|vm| (*vm).clone()).collect();
+        let peers: Vec<Peer> = vms.iter().map(|vm| Peer::clone(vm)).collect();
         let thread = Background::start(move |quit| look.go_on(&peers, quit));
         Watch { wholes, found, thread }
     }

@@ -87,9 +87,7 @@ impl Peer {
     }
 
     pub fn wait_size(&self, size: u64) {
-        self.wait_for(&format!("size of {} MiB", size / MIB), |t| {
-            t.size == size && t.told == size
-        });
+        self.wait_for(&format!("size of {} MiB", size / MIB), |t| t.size == size && t.told == size);
     }
 }
 

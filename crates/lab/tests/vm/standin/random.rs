@@ -87,9 +87,8 @@ impl Run {
                 set_by_others: None,
             })
             .collect();
-        let peers: Vec<&Peer> = vms.iter().map(|vm| &*vm.standin).collect();
-        let watch = Watch::start(&place, &peers);
         let standins: Vec<&Standin> = vms.iter().map(|vm| &vm.standin).collect();
+        let watch = Watch::start(&place, &standins);
         let daemon = Some(place.daemon(OFTEN, &standins));
         let rng = Rng::with_seed(seed);
         Some(Run { seed, place, vms, watch, daemon, rng, done: Vec::new() })
@@ -252,8 +251,7 @@ impl Run {
         self.note("SIGHUP".into());
         let before = self.daemon().log().matches("begun anew").count();
         self.daemon().signal(Signal::HUP);
-        let again =
-            |_: &Value| self.daemon().log().matches("begun anew").count() > before;
+        let again = |_: &Value| self.daemon().log().matches("begun anew").count() > before;
         // The socket is another's for a moment.
         let anew = || self.daemon().wait_for("daemon anew", PATIENCE, again).is_ok();
         wait_until(anew, || self.daemon().log());
