@@ -32,7 +32,7 @@ use ebb_core::units::Bytes;
 use self::account::{Account, Rest};
 use self::jobs::Jobs;
 use self::picture::picture;
-use self::rivals::{Ksmtuned, knobs, merges};
+use self::rivals::{knobs, ksmtuned, merges};
 use super::autoballoon::warn_of_others;
 use super::stage::{self, Stage};
 use crate::arena::{ArenaConfig, Beside, MemoryCgroup, SwapKind};
@@ -232,7 +232,7 @@ impl Density {
         let config = if arm == "ebb" { "[merge]\nmode = \"on\"" } else { "" };
         let daemon = stage.daemon(arm, &names, config)?;
         let tuned = arm.ends_with("ksmtuned");
-        let _tuned = tuned.then(|| Ksmtuned::start(stage.dir(), plan.budget)).transpose()?;
+        let _tuned = tuned.then(|| ksmtuned(stage.dir(), plan.budget)).transpose()?;
         let cgroup = stage.cgroup()?.clone();
         let (name, memory, kernel) = (&format!("{arm}-"), plan.memory, self.kernel);
         let mut fleet = Fleet {

@@ -1,13 +1,13 @@
 //! What an operator orders, and who else sets KSM: out and in again, all broken, released
 //! after a crash, and taken over from the `ksmtuned` that distributions have.
 
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use ebb_core::sample::KsmStat;
 use ebb_host::probe::ksm::{read_ksm, read_ksm_stat};
+use ebb_lab::baselines::Ksmtuned;
 use ebb_lab::ebb::binary;
-use ebb_lab::{poll, setup};
-use rustix::process::{Pid, Signal, kill_process};
+use ebb_lab::poll;
 
 use super::*;
 
@@ -103,48 +103,21 @@ fn vm_release_puts_back_ksm_and_who_was_open_and_breaks_no_merge() {
     vms.iter().for_each(all_is_there);
 }
 
-/// Debian's, unpacked and run as it is: it reads its settings from the environment.
-struct Ksmtuned(Pid);
-
-impl Ksmtuned {
-    const PAGES: &str = "333";
-
-    fn start(dir: &Path) -> Ksmtuned {
-        let package = setup::package("ksmtuned").unwrap();
-        let pid = dir.join("ksmtuned.pid");
-        let settings = [
-            ("KSM_MONITOR_INTERVAL", "1"),
-            // Every host is one that is short.
-            ("KSM_THRES_COEF", "100"),
-            ("KSM_NPAGES_MIN", Ksmtuned::PAGES),
-            ("KSM_NPAGES_MAX", Ksmtuned::PAGES),
-        ];
-        let status = Command::new(package.join("usr/sbin/ksmtuned"))
-            .envs(settings)
-            .env("PIDFILE", &pid)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .status();
-        assert!(status.unwrap().success());
-        let pid = std::fs::read_to_string(pid).unwrap();
-        Ksmtuned(Pid::from_raw(pid.trim().parse().unwrap()).unwrap())
-    }
-}
-
-impl Drop for Ksmtuned {
-    fn drop(&mut self) {
-        let _ = kill_process(self.0, Signal::KILL);
-    }
-}
-
 #[test]
 fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     let _arena = held();
     let dir = tempfile::tempdir().unwrap();
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
-    let tuned = Ksmtuned::start(dir.path());
-    wait("ksmtuned", || knob("pages_to_scan") == Ksmtuned::PAGES && knob("run") == "1");
+    const PAGES: &str = "333";
+    let settings = [
+        ("KSM_MONITOR_INTERVAL", "1"),
+        // Every host is one that is short.
+        ("KSM_THRES_COEF", "100"),
+        ("KSM_NPAGES_MIN", PAGES),
+        ("KSM_NPAGES_MAX", PAGES),
+    ];
+    let tuned = Ksmtuned::start(dir.path(), &settings).unwrap();
+    wait("ksmtuned", || knob("pages_to_scan") == PAGES && knob("run") == "1");
     let before = knobs();
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
     let many = |s: &Value| merged(s).iter().all(|pages| *pages > 8000).then(|| s.clone());
@@ -155,7 +128,7 @@ fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     // It goes on writing each second, and between bursts ksmd rests all the same.
     let mut back = 0;
     wait("three times that it is set back", || {
-        let theirs = || knob("run") == "1" && knob("pages_to_scan") == Ksmtuned::PAGES;
+        let theirs = || knob("run") == "1" && knob("pages_to_scan") == PAGES;
         if theirs() {
             wait("its settings to be set back", || !theirs());
             back += 1;
