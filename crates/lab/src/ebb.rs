@@ -50,18 +50,8 @@ impl Daemon {
     /// until it answers. It looks at the VMs of these names only: others on this
     /// machine are none of the lab's business. `config` is added to that.
     pub fn start(dir: &Path, vms: &[&str], config: &str) -> Result<Daemon, LabError> {
-        Daemon::start_with(dir, vms, config, &[])
-    }
-
-    /// The same with further arguments to `ebb run`.
-    pub fn start_with(
-        dir: &Path,
-        vms: &[&str],
-        config: &str,
-        args: &[&str],
-    ) -> Result<Daemon, LabError> {
         Daemon::configure(dir, vms, config)?;
-        Daemon::start_again(dir, args)
+        Daemon::start_again(dir, &[])
     }
 
     /// Writes the configuration of one that is started in `dir` later.
@@ -76,7 +66,7 @@ impl Daemon {
         std::fs::write(&file, text).map_err(LabError::file(&file))
     }
 
-    /// Starts it with the configuration that lies in `dir`.
+    /// Starts it with the configuration that lies in `dir`, and further arguments.
     pub fn start_again(dir: &Path, args: &[&str]) -> Result<Daemon, LabError> {
         Daemon::start_program(&binary()?, dir, args)
     }
@@ -231,11 +221,6 @@ impl Daemon {
             (Some(0), _) => Ok(()),
             (code, log) => Err(LabError::Missing(format!("ebb ended with {code:?}: {log}"))),
         }
-    }
-
-    /// SIGTERM, and waits for the end: its exit code.
-    pub fn stop_code(self) -> Option<i32> {
-        self.end().0
     }
 
     /// SIGHUP: it reads its configuration again.

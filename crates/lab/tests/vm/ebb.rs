@@ -486,7 +486,8 @@ fn vm_a_dry_run_changes_nothing() {
     };
     interval("qom-set", json!({ "value": 3 }));
     let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start_with(dir.path(), &["dry"], SHORT, &["--dry-run"]).unwrap();
+    Daemon::configure(dir.path(), &["dry"], SHORT).unwrap();
+    let daemon = Daemon::start_again(dir.path(), &["--dry-run"]).unwrap();
     let decided = |s: &Value| of(s, "dry")["verdict"].to_string().contains("dry run");
     daemon.wait_for("a decision", MINUTE, decided).unwrap();
     assert_eq!(vm.balloon().unwrap(), RAM);

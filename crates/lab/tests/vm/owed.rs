@@ -89,7 +89,7 @@ fn vm_a_qemu_that_hangs_when_ebb_stops_stays_owed_until_it_answers() {
     signal(vm.pid(), Signal::STOP);
     let slow = |s: &Value| s["vms"][0]["link"]["state"] == "slow";
     daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
-    assert_eq!(daemon.stop_code(), Some(2), "something is left");
+    assert_eq!(daemon.end().0, Some(2), "something is left");
     assert_eq!(owed(dir.path()), ["hangs"]);
     signal(vm.pid(), Signal::CONT);
     ebb_says(dir.path(), &["release"]);
@@ -104,13 +104,13 @@ fn vm_an_order_that_a_paused_guest_has_not_followed_is_taken_back() {
     let daemon = Daemon::start(dir.path(), &["sleeps"], "").unwrap();
     daemon.squeeze("sleeps", SQUEEZED).unwrap();
     vm.pause().unwrap();
-    assert_eq!(daemon.stop_code(), Some(2), "a guest that does not run follows no order");
+    assert_eq!(daemon.end().0, Some(2), "a guest that does not run follows no order");
     assert_eq!(owed(dir.path()), ["sleeps"]);
     vm.resume().unwrap();
     wait_size(&vm, RAM);
     let daemon = Daemon::start(dir.path(), &["sleeps"], "").unwrap();
     ticks(&daemon, 2);
-    assert_eq!(daemon.stop_code(), Some(0));
+    assert_eq!(daemon.end().0, Some(0));
     assert!(owed(dir.path()).is_empty());
 }
 

@@ -188,7 +188,7 @@ fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_st
     // State 02: not accepted.
     let waiting = |l: &&str| l.ends_with(&path) && l.split_ascii_whitespace().nth(5) == Some("02");
     assert_eq!(all.lines().filter(waiting).count(), 1, "{all}");
-    assert_eq!(daemon.stop_code(), Some(2), "something is left");
+    assert_eq!(daemon.end().0, Some(2), "something is left");
     signal(vm.pid(), Signal::CONT);
     ask(&vm.qmp_path(), "query-status", None).unwrap();
     ebb_says(dir.path(), &["release"]);
