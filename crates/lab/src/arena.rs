@@ -113,7 +113,12 @@ impl Arena {
         Arena::enter(&ArenaConfig { beside, ..ArenaConfig::default() })
     }
 
-    /// The same on another root, for tests.
+    /// The same with a budget for its VMs.
+    pub fn within(budget: Bytes, beside: Beside) -> Result<Arena, LabError> {
+        Arena::enter(&ArenaConfig { budget: Some(budget), beside, ..ArenaConfig::default() })
+    }
+
+    /// As [`Arena::enter`] on another root, for tests.
     pub fn enter_at(places: Places, config: &ArenaConfig) -> Result<Arena, LabError> {
         let Held { lock, journal, failed, .. } = hold(&places, config.beside)?;
         if !failed.is_empty() {

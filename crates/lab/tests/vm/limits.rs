@@ -5,7 +5,7 @@ use std::fs;
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside};
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::guest_stack;
 use ebb_lab::vm::{Balloon, Vm};
@@ -26,9 +26,7 @@ fn actual(state: &Value, name: &str) -> Bytes {
 
 #[test]
 fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
-    let all =
-        ArenaConfig { budget: Some(Bytes::gib(64)), beside: Beside::AnyTest, ..Default::default() };
-    let arena = Arena::enter(&all).unwrap();
+    let arena = Arena::within(Bytes::gib(64), Beside::AnyTest).unwrap();
     let slice = arena.cgroup().unwrap().child("slice", LIMIT).unwrap();
     let beside = arena.cgroup().unwrap().child("beside", Bytes::gib(32)).unwrap();
     let start = |name: &str, dir: std::path::PathBuf| {
@@ -99,9 +97,7 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
 /// costs its guest a process.
 #[test]
 fn vm_what_is_given_in_a_slice_without_swap_has_no_vm_killed() {
-    let all =
-        ArenaConfig { budget: Some(Bytes::gib(8)), beside: Beside::AnyTest, ..Default::default() };
-    let arena = Arena::enter(&all).unwrap();
+    let arena = Arena::within(Bytes::gib(8), Beside::AnyTest).unwrap();
     let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
     let names = ["gift1", "gift2"];
     let configs = names.map(|name| {

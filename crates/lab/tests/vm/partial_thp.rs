@@ -1,7 +1,7 @@
 //! What a balloon takes in pieces out of huge pages is the host's, by its own counters.
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside};
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::Daemon;
 use ebb_lab::vm::{Balloon, Vm};
 use serde_json::Value;
@@ -10,9 +10,7 @@ use crate::{MINUTE, all_is_there, ebb_says, replays, stock};
 
 #[test]
 fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
-    let budget = Some(Bytes::gib(3));
-    let beside = Beside::AnyTest;
-    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
+    let arena = Arena::within(Bytes::gib(3), Beside::AnyTest).unwrap();
     let cgroup = arena.cgroup().unwrap();
     let mut config = stock("partial_thp", Bytes::mib(640));
     config.balloon = Some(Balloon { reporting: true, deflate_on_oom: true });

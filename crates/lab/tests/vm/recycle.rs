@@ -11,7 +11,7 @@ use ebb_core::units::Bytes;
 use ebb_core::wire::{AgentState, HugePages, Recycle, Recycled};
 use ebb_host::agent::Agent;
 use ebb_lab::agent_requests::Requests as _;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside, MemoryCgroup};
+use ebb_lab::arena::{Arena, Beside, MemoryCgroup};
 use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Backing, Vm, VmConfig};
 use ebb_lab::{guest_stack, in_pairs};
@@ -165,8 +165,7 @@ impl Guest {
 
 /// The machine, for tests that start VMs.
 fn held() -> Arena {
-    let budget = Some(Bytes::gib(4));
-    Arena::enter(&ArenaConfig { budget, beside: Beside::Tests, ..Default::default() }).unwrap()
+    Arena::within(Bytes::gib(4), Beside::Tests).unwrap()
 }
 
 #[test]

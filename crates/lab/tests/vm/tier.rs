@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside};
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::Daemon;
 use ebb_lab::experiment::stage::write_noise;
 use ebb_lab::guest_stack;
@@ -29,8 +29,7 @@ impl Place {
 
     /// The same within a budget, with a disk that is full of noise.
     fn within(kernel: Kernel, budget: Bytes, disk: Option<Bytes>) -> Place {
-        let (budget, beside) = (Some(budget), Beside::AnyTest);
-        let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
+        let arena = Arena::within(budget, Beside::AnyTest).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let mut config = stock(&unique("tier"), Bytes::mib(768));
         (config.kernel, config.cpus) = (kernel, 2);

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside};
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::guest_stack;
 use ebb_lab::image::{Image, Kernel};
@@ -24,9 +24,7 @@ const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resour
 /// Boots a guest with the module in a QEMU that `load` puts the library into (its
 /// path, and one for the socket, in a directory that all may use), and recycles.
 fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
-    let budget = Some(Bytes::gib(2));
-    let beside = Beside::KsmIsMine;
-    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
+    let arena = Arena::within(Bytes::gib(2), Beside::KsmIsMine).unwrap();
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
     let library = dir.path().join("libebb_vmm.so");

@@ -89,9 +89,7 @@ fn check_words(daemon: Daemon, name: &str, dir: &Path) {
 #[test]
 fn vm_zeros_in_huge_pages_go_when_the_host_is_short() {
     // Less than the VM and its QEMU may come to hold: else nothing would be short.
-    let budget = Some(Bytes::mib(440));
-    let beside = Beside::AnyTest;
-    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
+    let arena = Arena::within(Bytes::mib(440), Beside::AnyTest).unwrap();
     let vms = boot(&["zeros"], false, &arena);
     let usage = || arena.cgroup().unwrap().usage();
     let (before, huge) = (usage(), in_huge_pages(&vms[0]));

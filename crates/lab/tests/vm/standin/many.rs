@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::law::breach;
 use super::place::*;
+use crate::wait_until;
 
 /// Programs that call `select` can have no more, so this is what a process starts with.
 const SOFT: u64 = 1024;
@@ -67,7 +68,8 @@ fn wait_all_up(daemon: &Daemon, count: usize) {
         let known = vms.iter().filter(|v| v["actual"].as_u64() > Some(0));
         known.count() == count
     };
-    daemon.wait_for("all VMs", PATIENCE, up).unwrap();
+    let state = || daemon.get("/v1/state").unwrap();
+    wait_until(|| up(&state()), || format!("{}\n{}", state()["problems"], daemon.log()));
 }
 
 /// What is owed by the file, and what was taken.
