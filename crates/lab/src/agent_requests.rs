@@ -5,8 +5,8 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use ebb_core::wire::{
-    Answer, Attach, Command, Hello, Recycle, Recycled, Refused, SEGMENTS_MAX, Segment, Status,
-    abi::Facts,
+    AgentState, Answer, Attach, Command, Hello, Recycle, Recycled, Refused, SEGMENTS_MAX, Segment,
+    Status, abi::Facts,
 };
 use ebb_host::agent::{Agent, AgentError, main_ram, parse_gpa2hva, parse_mtree};
 use ebb_host::qmp::{Client, QmpError};
@@ -57,6 +57,21 @@ pub trait Requests {
                 if agent.wants_write() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
             let Ok(left) = left.try_into() else { continue };
             let _ = rustix::event::poll(&mut [PollFd::new(&fd, flags)], Some(&left));
+        }
+    }
+
+    /// Waits until it has found the module's map of the guest and uses it.
+    fn wait_ready(&mut self, timeout: Duration) -> Result<(), AgentError> {
+        let until = Instant::now() + timeout;
+        loop {
+            let status = self.status(false, timeout)?;
+            if status.state == AgentState::Ready {
+                return Ok(());
+            }
+            if Instant::now() > until {
+                return Err(failed("map", format!("not used yet: {status:?}")));
+            }
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
 

@@ -32,7 +32,7 @@ pub use self::cgroup::MemoryCgroup;
 use self::journal::{Change, JOURNAL, Journal, left};
 pub use self::swap::{SwapConfig, SwapKind};
 use self::swap::{add_swap, swap_on};
-use crate::image::Cache;
+use crate::image::cached;
 use crate::{LabError, run};
 
 /// Where an arena looks for the machine; `/` but in tests.
@@ -50,7 +50,7 @@ impl Places {
             run.join("ebb-lab")
         } else {
             std::env::var_os("XDG_RUNTIME_DIR")
-                .map_or_else(|| Cache::from_env().path("run"), |d| PathBuf::from(d).join("ebb-lab"))
+                .map_or_else(|| cached("run"), |d| PathBuf::from(d).join("ebb-lab"))
         };
         Places { root: "/".into(), state }
     }
@@ -113,7 +113,12 @@ impl Arena {
         Arena::enter(&ArenaConfig { beside, ..ArenaConfig::default() })
     }
 
-    /// The same on another root, for tests.
+    /// The same with a budget for its VMs.
+    pub fn within(budget: Bytes, beside: Beside) -> Result<Arena, LabError> {
+        Arena::enter(&ArenaConfig { budget: Some(budget), beside, ..ArenaConfig::default() })
+    }
+
+    /// As [`Arena::enter`] on another root, for tests.
     pub fn enter_at(places: Places, config: &ArenaConfig) -> Result<Arena, LabError> {
         let Held { lock, journal, failed, .. } = hold(&places, config.beside)?;
         if !failed.is_empty() {

@@ -1,22 +1,27 @@
 //! Others' controllers on real VMs: the formulas of `ebb-sim`, told what QEMU and the
-//! cgroup say, setting real balloons.
+//! cgroup say, setting real balloons; and Debian's `ksmtuned` as it is.
 //!
-//! The budget is their host. They look as often as their sources do, and are called from an
+//! The budget is the formulas' host. They look as often as their sources do, and are called from an
 //! experiment's loop. One controller lasts as long as its experiment, whichever VMs come and go:
 //! what it remembers decides what it orders.
 
 use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use anyhow::{Context, bail};
 use ebb_core::config::Config;
 use ebb_core::sample::{BalloonSample, HostSample, Link, Meminfo, Sample, VmId, VmSample};
 use ebb_core::units::Bytes;
 use ebb_host::qmp_balloon;
 use ebb_sim::baselines::mom::Mom;
 use ebb_sim::baselines::{Observation, Policy};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
 use crate::arena::MemoryCgroup;
+use crate::setup;
 use crate::vm::{Vm, VmError};
 
 /// Where the lab's VMs have their balloon.
@@ -109,6 +114,34 @@ fn vm_sample(vm: &Vm) -> Result<VmSample, VmError> {
         balloon: Some(BalloonSample { actual: vm.balloon()?, guest, ..BalloonSample::default() }),
         ..VmSample::default()
     })
+}
+
+/// Debian's `ksmtuned`, unpacked and run as it is, until dropped.
+pub struct Ksmtuned(pub Pid);
+
+impl Ksmtuned {
+    /// It reads its settings from the environment.
+    pub fn start(dir: &Path, settings: &[(&str, &str)]) -> anyhow::Result<Ksmtuned> {
+        let pid = dir.join("ksmtuned.pid");
+        let status = Command::new(setup::package("ksmtuned")?.join("usr/sbin/ksmtuned"))
+            .envs(settings.iter().copied())
+            .env("PIDFILE", &pid)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status()?;
+        if !status.success() {
+            bail!("ksmtuned: {status}");
+        }
+        let pid = std::fs::read_to_string(pid)?;
+        Ok(Ksmtuned(Pid::from_raw(pid.trim().parse()?).context("ksmtuned has no pid")?))
+    }
+}
+
+impl Drop for Ksmtuned {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::KILL);
+    }
 }
 
 #[cfg(test)]

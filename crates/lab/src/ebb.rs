@@ -12,7 +12,7 @@ use ebb_host::daemon_client::{self, ClientError};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{LabError, output};
+use crate::{LabError, Sought, output};
 
 /// Where the `ebb` binary lies: `$EBB_BIN`, else beside this program.
 pub fn binary() -> Result<PathBuf, LabError> {
@@ -50,18 +50,8 @@ impl Daemon {
     /// until it answers. It looks at the VMs of these names only: others on this
     /// machine are none of the lab's business. `config` is added to that.
     pub fn start(dir: &Path, vms: &[&str], config: &str) -> Result<Daemon, LabError> {
-        Daemon::start_with(dir, vms, config, &[])
-    }
-
-    /// The same with further arguments to `ebb run`.
-    pub fn start_with(
-        dir: &Path,
-        vms: &[&str],
-        config: &str,
-        args: &[&str],
-    ) -> Result<Daemon, LabError> {
         Daemon::configure(dir, vms, config)?;
-        Daemon::start_again(dir, args)
+        Daemon::start_again(dir, &[])
     }
 
     /// Writes the configuration of one that is started in `dir` later.
@@ -76,7 +66,7 @@ impl Daemon {
         std::fs::write(&file, text).map_err(LabError::file(&file))
     }
 
-    /// Starts it with the configuration that lies in `dir`.
+    /// Starts it with the configuration that lies in `dir`, and further arguments.
     pub fn start_again(dir: &Path, args: &[&str]) -> Result<Daemon, LabError> {
         Daemon::start_program(&binary()?, dir, args)
     }
@@ -169,16 +159,16 @@ impl Daemon {
     }
 
     /// Waits until `done` finds something in the daemon's state.
-    pub fn wait_for<T>(
+    pub fn wait_for<S: Sought>(
         &self,
         what: &str,
         deadline: Duration,
-        mut done: impl FnMut(&Value) -> Option<T>,
-    ) -> Result<T, LabError> {
+        mut done: impl FnMut(&Value) -> S,
+    ) -> Result<S::Found, LabError> {
         let until = Instant::now() + deadline;
         loop {
             let state = self.get("/v1/state")?;
-            if let Some(found) = done(&state) {
+            if let Some(found) = done(&state).found() {
                 return Ok(found);
             }
             if Instant::now() > until {
@@ -190,17 +180,30 @@ impl Daemon {
         }
     }
 
+    /// The same in what it says of one VM, while it sees that.
+    pub fn wait_for_vm<S: Sought>(
+        &self,
+        name: &str,
+        what: &str,
+        deadline: Duration,
+        mut done: impl FnMut(&Value) -> S,
+    ) -> Result<S::Found, LabError> {
+        self.wait_for(&format!("{what} of {name}"), deadline, |state| {
+            let vm = state["vms"].as_array()?.iter().find(|v| v["name"] == name)?;
+            done(vm).found()
+        })
+    }
+
     /// Waits until its first VM is in this tier.
     pub fn wait_for_tier(&self, tier: &str) -> Result<(), LabError> {
-        let there = |s: &Value| (s["vms"][0]["tier"] == tier).then_some(());
-        self.wait_for(&format!("tier {tier}"), Duration::from_secs(120), there)
+        let what = format!("tier {tier}");
+        self.wait_for(&what, Duration::from_secs(120), |s| s["vms"][0]["tier"] == tier)
     }
 
     /// Has it take a VM's idle memory, until the VM is no larger than `most`. A wish is for
     /// one tick, and a guest's word may just then be too old: asked again and again.
     pub fn squeeze(&self, name: &str, most: Bytes) -> Result<(), LabError> {
-        self.wait_for("squeezed VM", Duration::from_secs(60), |state| {
-            let vm = state["vms"].as_array()?.iter().find(|v| v["name"] == name)?;
+        self.wait_for_vm(name, "small size", Duration::from_secs(60), |vm| {
             let size = vm["actual"].as_u64()?;
             let _ = self.reclaim_vm(name);
             (size <= most.0).then_some(())
@@ -218,11 +221,6 @@ impl Daemon {
             (Some(0), _) => Ok(()),
             (code, log) => Err(LabError::Missing(format!("ebb ended with {code:?}: {log}"))),
         }
-    }
-
-    /// SIGTERM, and waits for the end: its exit code.
-    pub fn stop_code(self) -> Option<i32> {
-        self.end().0
     }
 
     /// SIGHUP: it reads its configuration again.
@@ -265,4 +263,10 @@ fn failed(error: ClientError) -> LabError {
 pub fn run(args: &[&str]) -> Result<(i32, String, String), LabError> {
     let done = output(Command::new(binary()?).args(args));
     done.map_err(|e| LabError::Missing(format!("cannot run ebb: {e}")))
+}
+
+/// The same with the configuration that lies in `dir` ([`Daemon::configure`]).
+pub fn run_in(dir: &Path, args: &[&str]) -> Result<(i32, String, String), LabError> {
+    let config = dir.join("ebb.toml").display().to_string();
+    run(&[&["--config", &config], args].concat())
 }

@@ -6,7 +6,7 @@
 //! Needs root.
 
 use std::collections::HashSet;
-use std::collections::hash_map::{HashMap, RandomState};
+use std::collections::hash_map::RandomState;
 use std::fs::File;
 use std::hash::BuildHasher;
 use std::os::unix::fs::FileExt;
@@ -33,13 +33,16 @@ pub struct Truth {
 impl Truth {
     /// Reads all guest RAM of these processes, which must not run meanwhile.
     pub fn of(pids: &[u32]) -> Result<Truth, LabError> {
-        let mut reader = Reader::new()?;
+        let path = "/proc/kpageflags";
+        let flags = File::open(path).map_err(LabError::file(path))?;
+        let (truth, frames, contents) = Default::default();
+        let hash = [RandomState::new(), RandomState::new()];
+        let mut reader = Reader { flags, truth, frames, contents, hash };
         for pid in pids {
             reader.process(*pid)?;
         }
-        let distinct = reader.contents.len() as u64;
-        let (mapped, frames) = (reader.mapped, reader.frames.len() as u64);
-        Ok(Truth { mapped, frames, zeros: reader.zeros, distinct })
+        let (frames, distinct) = (reader.frames.len() as u64, reader.contents.len() as u64);
+        Ok(Truth { frames, distinct, ..reader.truth })
     }
 
     /// What merging saves already, zero pages not counted.
@@ -55,10 +58,9 @@ impl Truth {
 
 struct Reader {
     flags: File,
-    mapped: u64,
+    truth: Truth,
     frames: HashSet<u64>,
-    contents: HashMap<(u64, u64), u32>,
-    zeros: u64,
+    contents: HashSet<(u64, u64)>,
     hash: [RandomState; 2],
 }
 
@@ -67,18 +69,6 @@ const FRAME: u64 = (1 << 55) - 1;
 const ZERO_PAGE: u64 = 1 << 24;
 
 impl Reader {
-    fn new() -> Result<Reader, LabError> {
-        let path = "/proc/kpageflags";
-        Ok(Reader {
-            flags: File::open(path).map_err(LabError::file(path))?,
-            mapped: 0,
-            frames: HashSet::new(),
-            contents: HashMap::new(),
-            zeros: 0,
-            hash: [RandomState::new(), RandomState::new()],
-        })
-    }
-
     fn process(&mut self, pid: u32) -> Result<(), LabError> {
         let (mem, map) = (format!("/proc/{pid}/mem"), format!("/proc/{pid}/pagemap"));
         let open = |path: &String| File::open(path).map_err(LabError::file(path));
@@ -94,7 +84,7 @@ impl Reader {
                 if entry & PRESENT == 0 || self.is_zero_page(frame) {
                     continue;
                 }
-                self.mapped += 1;
+                self.truth.mapped += 1;
                 if !self.frames.insert(frame) {
                     continue;
                 }
@@ -111,11 +101,10 @@ impl Reader {
 
     fn note(&mut self, page: &[u8]) {
         if page.iter().all(|b| *b == 0) {
-            self.zeros += 1;
+            self.truth.zeros += 1;
             return;
         }
-        let key = (self.hash[0].hash_one(page), self.hash[1].hash_one(page));
-        *self.contents.entry(key).or_default() += 1;
+        self.contents.insert((self.hash[0].hash_one(page), self.hash[1].hash_one(page)));
     }
 }
 

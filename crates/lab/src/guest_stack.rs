@@ -18,6 +18,8 @@ use crate::{LabError, agent_requests, run};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
+const MODULE: &str = "ebb.ko";
+
 /// Loads the module in a guest whose image has it.
 pub(crate) const LOAD: &str =
     "insmod /ebb.ko 2>&1 && grep -q ^ebb /proc/modules || { dmesg | tail -n 5; false; }";
@@ -68,6 +70,18 @@ pub fn module(image: &Image, faults: bool) -> Result<PathBuf, LabError> {
     })
 }
 
+/// Boots VMs at the same time, and loads the module in those whose image has it.
+pub fn boot(configs: &[VmConfig]) -> Result<Vec<Vm>, VmError> {
+    let mut vms = configs.iter().map(Vm::spawn).collect::<Result<Vec<_>, _>>()?;
+    for (vm, config) in vms.iter_mut().zip(configs) {
+        vm.wait_ready()?;
+        if config.files.iter().any(|(name, _)| name == MODULE) {
+            load(vm)?;
+        }
+    }
+    Ok(vms)
+}
+
 /// Loads the module in a guest whose image has it ([`prepare`]). The error has what the
 /// guest said.
 pub fn load(vm: &Vm) -> Result<(), VmError> {
@@ -111,9 +125,9 @@ fn faulty_plugin() -> Result<PathBuf, LabError> {
 
 /// Makes a VM ready for tier guest: the agent in QEMU, listening at the returned
 /// socket in `dir`, and the module at `/ebb.ko` of the guest.
-pub fn prepare(config: &mut VmConfig, image: &Image, dir: &Path) -> Result<PathBuf, LabError> {
+pub fn prepare(config: &mut VmConfig, dir: &Path) -> Result<PathBuf, LabError> {
     let socket = dir.join(format!("{}.agent", config.name));
-    config.files.push(("ebb.ko".into(), module(image, false)?));
+    config.files.push((MODULE.into(), module(&Image::get(config.kernel)?, false)?));
     config.args.push("-plugin".into());
     config.args.push(format!("file={},socket={}", plugin()?.display(), socket.display()));
     Ok(socket)

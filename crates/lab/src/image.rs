@@ -62,6 +62,12 @@ impl Kernel {
             Kernel::V6_12 => "6.12",
         }
     }
+
+    /// Where it was unpacked, if it was.
+    pub fn dir(self) -> Option<PathBuf> {
+        let link = cached("kernels").join(self.series());
+        fs::canonicalize(link).ok().filter(|d| d.join("boot").is_dir())
+    }
 }
 
 impl fmt::Display for Kernel {
@@ -70,61 +76,33 @@ impl fmt::Display for Kernel {
     }
 }
 
-/// Where the lab keeps what it downloaded and built: `$EBB_CACHE`, else
+/// A file where the lab keeps what it downloaded and built: `$EBB_CACHE`, else
 /// `$XDG_CACHE_HOME/ebb`, else `~/.cache/ebb`.
-#[derive(Clone, Debug)]
-pub struct Cache {
-    root: PathBuf,
+pub fn cached(name: impl AsRef<Path>) -> PathBuf {
+    let var = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let root = var("EBB_CACHE").unwrap_or_else(|| {
+        var("XDG_CACHE_HOME")
+            .or_else(|| var("HOME").map(|h| h.join(".cache")))
+            .unwrap_or_else(std::env::temp_dir)
+            .join("ebb")
+    });
+    root.join(name)
 }
 
-impl Default for Cache {
-    fn default() -> Cache {
-        Cache::from_env()
-    }
+/// A directory there, made if need be.
+pub fn cache_dir(name: &str) -> Result<PathBuf, LabError> {
+    let path = cached(name);
+    fs::create_dir_all(&path).map_err(LabError::file(&path))?;
+    Ok(path)
 }
 
-impl Cache {
-    /// The cache of this user.
-    pub fn from_env() -> Cache {
-        let var = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-        let root = var("EBB_CACHE").unwrap_or_else(|| {
-            var("XDG_CACHE_HOME")
-                .or_else(|| var("HOME").map(|h| h.join(".cache")))
-                .unwrap_or_else(std::env::temp_dir)
-                .join("ebb")
-        });
-        Cache { root }
-    }
-
-    pub fn at(root: impl Into<PathBuf>) -> Cache {
-        Cache { root: root.into() }
-    }
-
-    pub fn path(&self, name: impl AsRef<Path>) -> PathBuf {
-        self.root.join(name)
-    }
-
-    /// A directory in it, made if need be.
-    pub fn dir(&self, name: &str) -> Result<PathBuf, LabError> {
-        let path = self.path(name);
-        fs::create_dir_all(&path).map_err(LabError::file(&path))?;
-        Ok(path)
-    }
-
-    /// Where a kernel was unpacked, if it was.
-    pub fn kernel_dir(&self, kernel: Kernel) -> Option<PathBuf> {
-        let link = self.path("kernels").join(kernel.series());
-        fs::canonicalize(link).ok().filter(|d| d.join("boot").is_dir())
-    }
-
-    /// Holds the cache for one builder at a time, across processes.
-    pub fn lock(&self) -> Result<fs::File, LabError> {
-        let path = self.dir("")?.join("lock");
-        let file = fs::File::create(&path).map_err(LabError::file(&path))?;
-        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)
-            .map_err(|e| LabError::file(&path)(e.into()))?;
-        Ok(file)
-    }
+/// Holds the cache for one builder at a time, across processes.
+pub fn lock_cache() -> Result<fs::File, LabError> {
+    let path = cache_dir("")?.join("lock");
+    let file = fs::File::create(&path).map_err(LabError::file(&path))?;
+    rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)
+        .map_err(|e| LabError::file(&path)(e.into()))?;
+    Ok(file)
 }
 
 #[derive(Clone, Debug)]
@@ -141,16 +119,16 @@ pub struct Image {
 impl Image {
     /// The image of a kernel that was set up; builds the initramfs if it is
     /// missing or old.
-    pub fn get(cache: &Cache, kernel: Kernel) -> Result<Image, LabError> {
-        let dir = cache.kernel_dir(kernel).ok_or_else(|| {
+    pub fn get(kernel: Kernel) -> Result<Image, LabError> {
+        let dir = kernel.dir().ok_or_else(|| {
             LabError::Missing(format!("no kernel {kernel} here yet: run `cargo lab setup`"))
         })?;
         let vmlinuz = find(&dir.join("boot"), |n| n.starts_with("vmlinuz-"))
             .ok_or_else(|| LabError::Missing(format!("no vmlinuz in {}", dir.display())))?;
         let release: String =
             vmlinuz.to_string_lossy().rsplit_once("vmlinuz-").unwrap_or_default().1.into();
-        let _lock = cache.lock()?;
-        let tool = tool(cache)?;
+        let _lock = lock_cache()?;
+        let tool = tool(&cache_dir("tool")?)?;
         let busybox = find_busybox()?;
         let mut hash = DefaultHasher::new();
         for part in [&tool, &busybox, &vmlinuz] {
@@ -160,7 +138,7 @@ impl Image {
         }
         hash.write(format!("{INIT}{BOOT_MODULES:?}{MORE_MODULES:?}").as_bytes());
         let name = format!("initramfs-{release}-{:016x}", hash.finish());
-        let initramfs = cache.dir("images")?.join(name);
+        let initramfs = cache_dir("images")?.join(name);
         if !initramfs.exists() {
             let archive = initramfs_of(&dir.join("lib/modules").join(&release), &tool, &busybox)?;
             write_atomically(&initramfs, &archive, 0o644)?;
@@ -233,8 +211,8 @@ pub fn tool_sources() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guest/tool")
 }
 
-/// The guest tool, compiled if its sources changed.
-pub fn tool(cache: &Cache) -> Result<PathBuf, LabError> {
+/// The guest tool in this directory, compiled if its sources changed.
+fn tool(into: &Path) -> Result<PathBuf, LabError> {
     const FLAGS: &[&str] = &["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-static", "-pthread", "-s"];
     const WARNINGS: &[&str] = &["-Wall", "-Wextra", "-Werror"];
     let dir = tool_sources();
@@ -254,7 +232,7 @@ pub fn tool(cache: &Cache) -> Result<PathBuf, LabError> {
         }
     }
     hash.write(format!("{FLAGS:?}{WARNINGS:?}").as_bytes());
-    let tool = cache.dir("tool")?.join(format!("ebb-guest-tool-{:016x}", hash.finish()));
+    let tool = into.join(format!("ebb-guest-tool-{:016x}", hash.finish()));
     if !tool.exists() {
         let temp = tool.with_extension("tmp");
         run(Command::new("cc")
@@ -441,7 +419,7 @@ mod tests {
     #[test]
     fn the_tool_passes_its_own_tests() {
         let dir = tempfile::tempdir().unwrap();
-        let tool = tool(&Cache::at(dir.path())).unwrap();
+        let tool = tool(dir.path()).unwrap();
         let said = run(Command::new(tool).arg("--self-test")).unwrap();
         assert!(said.contains("passed"), "{said}");
     }

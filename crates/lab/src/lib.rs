@@ -28,6 +28,10 @@ pub mod tidy;
 pub mod vm;
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 /// A file could not be read or written, or a program not run.
 #[derive(Debug, thiserror::Error)]
@@ -79,16 +83,86 @@ pub(crate) fn output(
 /// Does `work` for each item, two at a time, and panics where one did: for guests
 /// that have nothing to do with each other.
 pub fn in_pairs<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
-    let next = std::sync::atomic::AtomicUsize::new(0);
+    let next = AtomicUsize::new(0);
     let turn = || {
-        while let Some(item) = items.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+        while let Some(item) = items.get(next.fetch_add(1, Relaxed)) {
             work(item);
         }
     };
-    std::thread::scope(|s| {
+    thread::scope(|s| {
         s.spawn(turn);
         turn();
     });
+}
+
+/// A thread that works beside its owner until it is ended or dropped.
+#[derive(Debug)]
+pub struct Background<T> {
+    quit: Arc<AtomicBool>,
+    thread: Option<JoinHandle<T>>,
+}
+
+impl<T: Send + 'static> Background<T> {
+    /// `work` returns soon after the flag was set; a thread that is parked then goes on.
+    pub fn start(work: impl FnOnce(&AtomicBool) -> T + Send + 'static) -> Background<T> {
+        let quit = Arc::new(AtomicBool::new(false));
+        let theirs = Arc::clone(&quit);
+        Background { quit, thread: Some(thread::spawn(move || work(&theirs))) }
+    }
+}
+
+impl<T> Background<T> {
+    /// Ends it, once; panics where it did.
+    pub fn end(&mut self) -> T {
+        self.join().expect("ended twice").expect("a thread beside this one panicked")
+    }
+
+    fn join(&mut self) -> Option<thread::Result<T>> {
+        self.quit.store(true, SeqCst);
+        let thread = self.thread.take()?;
+        thread.thread().unpark();
+        Some(thread.join())
+    }
+}
+
+impl<T> Drop for Background<T> {
+    fn drop(&mut self) {
+        let _ = self.join();
+    }
+}
+
+/// What a wait looks for: that something is so, or something that is not there yet.
+pub trait Sought {
+    type Found;
+    fn found(self) -> Option<Self::Found>;
+}
+
+impl Sought for bool {
+    type Found = ();
+
+    fn found(self) -> Option<()> {
+        self.then_some(())
+    }
+}
+
+impl<T> Sought for Option<T> {
+    type Found = T;
+
+    fn found(self) -> Option<T> {
+        self
+    }
+}
+
+/// Looks again and again, until something is found or the time is over.
+pub fn poll<S: Sought>(deadline: Duration, mut look: impl FnMut() -> S) -> Option<S::Found> {
+    let until = Instant::now() + deadline;
+    loop {
+        let found = look().found();
+        if found.is_some() || Instant::now() >= until {
+            return found;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Now, milliseconds since 1970: the daemon's clock in records and decisions.

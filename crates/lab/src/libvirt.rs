@@ -10,15 +10,14 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ebb_core::units::Bytes;
 
 use crate::guest::Tool;
-use crate::image::{Cache, Image, Kernel, with_files, write_atomically};
+use crate::image::{Image, Kernel, cached, with_files, write_atomically};
 use crate::vm::{Accel, on_lasting_thread};
-use crate::{LabError, ebb, guest_stack, run};
+use crate::{LabError, Sought, ebb, guest_stack, poll, run};
 
 /// Mounts, then becomes libvirtd on a host of its own name: libvirt migrates between hosts only.
 /// The arguments: the lab's directory, and what runs libvirtd as another user, if it is to be one.
@@ -49,7 +48,6 @@ const QEMU_GROUP: u32 = 64055;
 pub const USER: u32 = 64056;
 /// A new libvirtd first asks QEMU for its capabilities, which takes long.
 const PATIENCE: Duration = Duration::from_secs(120);
-const POLL: Duration = Duration::from_millis(50);
 const EMULATOR: &str = "/usr/bin/qemu-system-x86_64";
 
 /// How libvirtd runs.
@@ -123,11 +121,11 @@ impl Libvirtd {
             fs::write(&there, text + &more).map_err(LabError::file(&there))?;
         }
         copy_files(&known(kind), &own(dir.path()))?;
-        let accel = Accel::detect(&Cache::from_env());
+        let accel = Accel::detect();
         let child = Mutex::new(spawn(dir.path(), kind)?);
         let emulator = EMULATOR.into();
         let libvirtd = Libvirtd { child, dir, accel, kind, emulator };
-        libvirtd.wait("libvirtd to answer", |l| l.virsh(&["version"]).is_ok().then_some(()))?;
+        libvirtd.wait("libvirtd to answer", |l| l.virsh(&["version"]).is_ok())?;
         Ok(libvirtd)
     }
 
@@ -151,7 +149,7 @@ impl Libvirtd {
         let _ = (child.kill(), child.wait());
         *child = spawn(self.dir.path(), self.kind)?;
         drop(child);
-        self.wait("libvirtd to answer again", |l| l.virsh(&["list"]).is_ok().then_some(()))
+        self.wait("libvirtd to answer again", |l| l.virsh(&["list"]).is_ok())
     }
 
     /// Whether its domains survive a migration while they run. QEMU 7.2's translator misses writes
@@ -212,7 +210,7 @@ impl Libvirtd {
         balloon: &str,
         more: &str,
     ) -> Result<Domain, LabError> {
-        let mut image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
+        let mut image = Image::get(Kernel::V6_1)?;
         if self.kind == Kind::Session {
             self.open(&mut image, name)?;
         }
@@ -237,7 +235,7 @@ impl Libvirtd {
         memory: Bytes,
         balloon: &str,
     ) -> Result<Domain, LabError> {
-        let mut image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
+        let mut image = Image::get(Kernel::V6_1)?;
         let files = [("ebb.ko".into(), guest_stack::module(&image, false)?)];
         let agent = self.dir.path().join("libebb_vmm.so");
         let initramfs = self.dir.path().join(format!("{name}.with-module"));
@@ -278,7 +276,7 @@ impl Libvirtd {
         let console = self.dir.path().join(format!("{name}.console"));
         let ready = |_: &Libvirtd| {
             let text = fs::read(&console).unwrap_or_default();
-            String::from_utf8_lossy(&text).contains(crate::vm::READY).then_some(())
+            String::from_utf8_lossy(&text).contains(crate::vm::READY)
         };
         self.wait(&format!("the guest of {name}"), ready)?;
         Ok(domain)
@@ -293,7 +291,7 @@ impl Libvirtd {
 
     /// Starts a domain that does not run yet: its vCPU stands still.
     pub fn start_paused(&self, name: &str, memory: Bytes, balloon: &str) -> Result<(), LabError> {
-        let image = Image::get(&Cache::from_env(), Kernel::V6_1)?;
+        let image = Image::get(Kernel::V6_1)?;
         self.define(name, memory, (balloon, ""), &image)?;
         self.virsh(&["start", "--paused", name]).map(drop)
     }
@@ -357,22 +355,15 @@ impl Libvirtd {
     }
 
     /// Waits until `done` says something, or `PATIENCE` is over.
-    pub fn wait<T>(
+    pub fn wait<S: Sought>(
         &self,
         what: &str,
-        done: impl Fn(&Libvirtd) -> Option<T>,
-    ) -> Result<T, LabError> {
-        let begun = Instant::now();
-        loop {
-            if let Some(found) = done(self) {
-                return Ok(found);
-            }
-            if begun.elapsed() > PATIENCE {
-                let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
-                return Err(LabError::Missing(format!("{what}: not within {PATIENCE:?}\n{log}")));
-            }
-            thread::sleep(POLL);
-        }
+        done: impl Fn(&Libvirtd) -> S,
+    ) -> Result<S::Found, LabError> {
+        poll(PATIENCE, || done(self)).ok_or_else(|| {
+            let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
+            LabError::Missing(format!("{what}: not within {PATIENCE:?}\n{log}"))
+        })
     }
 }
 
@@ -390,7 +381,7 @@ impl Drop for Libvirtd {
 /// What is known of QEMU's capabilities, which takes a new libvirtd ten seconds to ask for. They
 /// depend on who asks: not each user may use KVM.
 fn known(kind: Kind) -> PathBuf {
-    Cache::from_env().path(format!("libvirt-capabilities/{kind:?}"))
+    cached(format!("libvirt-capabilities/{kind:?}"))
 }
 
 fn own(dir: &Path) -> PathBuf {

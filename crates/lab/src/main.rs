@@ -16,7 +16,7 @@ use ebb_lab::experiment::overhead::Overhead;
 use ebb_lab::experiment::rhythm::Rhythm;
 use ebb_lab::experiment::tick::Tick;
 use ebb_lab::experiment::{fragmented, mark_cost, paused, recycle, refault, scan, trial};
-use ebb_lab::image::{Cache, Kernel};
+use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use ebb_lab::{setup, tidy};
 
@@ -31,7 +31,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Cmd {
     /// Install missing programs, fetch guest kernels, build the guest images
-    Setup(SetupArgs),
+    Setup(setup::Options),
     /// Boot VMs and keep them until Ctrl-C
     Boot(BootArgs),
     /// VMs on a host that is too small for them, without and with Ebb
@@ -78,16 +78,6 @@ enum Cmd {
 }
 
 #[derive(Args)]
-struct SetupArgs {
-    /// Also fetch kernel headers, to build modules
-    #[arg(long)]
-    headers: bool,
-    /// Replace kernels that have a newer package
-    #[arg(long)]
-    upgrade: bool,
-}
-
-#[derive(Args)]
 struct BootArgs {
     /// Guest kernel
     #[arg(long, value_enum, default_value = "6.1")]
@@ -131,7 +121,7 @@ fn main() -> ExitCode {
 /// `false`: house rules are broken.
 fn run(command: Cmd) -> Result<bool> {
     match command {
-        Cmd::Setup(args) => run_setup(&args),
+        Cmd::Setup(options) => run_setup(&options),
         Cmd::Boot(args) => boot(&args),
         Cmd::Demo(args) => args.run(),
         Cmd::Dedup(args) => args.run(),
@@ -155,10 +145,9 @@ fn run(command: Cmd) -> Result<bool> {
     Ok(true)
 }
 
-fn run_setup(args: &SetupArgs) -> Result<()> {
-    let options = setup::Options { headers: args.headers, upgrade: args.upgrade };
+fn run_setup(options: &setup::Options) -> Result<()> {
     let mut done = 0;
-    let images = setup::setup(&Cache::from_env(), options, &mut |line| {
+    let images = setup::setup(options, &mut |line| {
         done += 1;
         println!("setup: {line}");
     })?;

@@ -11,7 +11,7 @@ use ebb_host::probe::meminfo::read_meminfo;
 use ebb_host::root::Root;
 use serde::{Deserialize, Serialize};
 
-use crate::image::{Cache, Image, Kernel, write_atomically};
+use crate::image::{Image, Kernel, write_atomically};
 use crate::vm::Accel;
 use crate::{LabError, run};
 
@@ -77,9 +77,8 @@ impl ExperimentResult {
 
     /// The same of VMs with this kernel.
     pub fn of(experiment: &str, kernel: Kernel) -> Result<ExperimentResult, LabError> {
-        let cache = Cache::from_env();
-        let release = Image::get(&cache, kernel)?.release;
-        Ok(ExperimentResult::new(experiment, &release, Accel::detect(&cache)))
+        let release = Image::get(kernel)?.release;
+        Ok(ExperimentResult::new(experiment, &release, Accel::detect()))
     }
 
     /// Adds the numbers of all runs of an arm; nothing where there is none.

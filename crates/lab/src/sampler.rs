@@ -1,14 +1,15 @@
 //! A thread that writes down what the machine holds, several times a second.
 
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use ebb_host::probe::meminfo::read_meminfo;
 use ebb_host::root::Root;
 
+use crate::Background;
 use crate::arena::MemoryCgroup;
 use crate::vm::resident;
 
@@ -92,30 +93,25 @@ struct Watched {
 pub struct Sampler {
     watched: Arc<Mutex<Watched>>,
     began: Instant,
-    stop: Option<Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Background<()>,
 }
 
 impl Sampler {
     /// Begins, `per_second` times a second (at most 100).
     pub fn start(per_second: u32, cgroup: Option<MemoryCgroup>) -> Sampler {
         let watched = Arc::new(Mutex::new(Watched::default()));
-        let (stop, stopped) = channel::<()>();
         let began = Instant::now();
         let period = Duration::from_secs(1) / per_second.clamp(1, 100);
         let theirs = Arc::clone(&watched);
-        let thread = thread::spawn(move || {
+        let thread = Background::start(move |quit| {
             let mut next = began;
-            loop {
+            while !quit.load(SeqCst) {
                 look(&theirs, began, cgroup.as_ref());
                 next = (next + period).max(Instant::now());
-                let wait = next.saturating_duration_since(Instant::now());
-                if stopped.recv_timeout(wait) != Err(RecvTimeoutError::Timeout) {
-                    return;
-                }
+                thread::park_timeout(next.saturating_duration_since(Instant::now()));
             }
         });
-        Sampler { watched, began, stop: Some(stop), thread: Some(thread) }
+        Sampler { watched, began, thread }
     }
 
     /// Watches a VM from now on.
@@ -140,21 +136,8 @@ impl Sampler {
 
     /// Ends it; all that was seen.
     pub fn stop(mut self) -> Series {
-        self.end();
+        self.thread.end();
         self.series()
-    }
-
-    fn end(&mut self) {
-        self.stop.take();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Drop for Sampler {
-    fn drop(&mut self) {
-        self.end();
     }
 }
 

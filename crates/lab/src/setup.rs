@@ -13,7 +13,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::image::{Cache, Image, Kernel};
+use crate::image::{Image, Kernel, cache_dir, cached, lock_cache};
 use crate::{LabError, run};
 
 /// A program and the package it comes from.
@@ -49,31 +49,30 @@ const FILES: &[(&str, &str)] = &[
 ];
 const SUITE: &str = "bookworm";
 
-#[derive(Clone, Copy, Debug, Default)]
+/// What a user may ask for.
+#[derive(clap::Args)]
 pub struct Options {
-    /// Also fetch the kernels' headers, to build modules.
-    pub headers: bool,
-    /// Replace kernels that have a newer package.
-    pub upgrade: bool,
+    /// Also fetch kernel headers, to build modules
+    #[arg(long)]
+    headers: bool,
+    /// Replace kernels that have a newer package
+    #[arg(long)]
+    upgrade: bool,
 }
 
 /// Prepares everything; `say` gets a line for each thing done. Returns the
 /// images.
-pub fn setup(
-    cache: &Cache,
-    options: Options,
-    say: &mut dyn FnMut(&str),
-) -> Result<Vec<Image>, LabError> {
+pub fn setup(options: &Options, say: &mut dyn FnMut(&str)) -> Result<Vec<Image>, LabError> {
     install_missing(say)?;
     for kernel in Kernel::ALL {
-        let have = cache.kernel_dir(kernel);
+        let have = kernel.dir();
         let headers = have.as_ref().is_some_and(|d| d.join("headers").is_dir());
         if have.is_none() || options.upgrade || (options.headers && !headers) {
-            let _lock = cache.lock()?;
-            fetch_kernel(cache, kernel, options.headers, say)?;
+            let _lock = lock_cache()?;
+            fetch_kernel(kernel, options.headers, say)?;
         }
     }
-    Kernel::ALL.into_iter().map(|kernel| Image::get(cache, kernel)).collect()
+    Kernel::ALL.into_iter().map(Image::get).collect()
 }
 
 fn on_path(program: &str) -> bool {
@@ -157,10 +156,10 @@ impl Apt {
     }
 
     /// Lists of the lab's own, from the machine's mirror.
-    fn own(cache: &Cache, say: &mut dyn FnMut(&str)) -> Result<Apt, LabError> {
-        let dir = cache.dir("apt")?;
+    fn own(say: &mut dyn FnMut(&str)) -> Result<Apt, LabError> {
+        let dir = cache_dir("apt")?;
         for sub in ["state/lists/partial", "cache/archives/partial"] {
-            cache.dir(&format!("apt/{sub}"))?;
+            cache_dir(&format!("apt/{sub}"))?;
         }
         let list = dir.join("sources.list");
         fs::write(&list, own_sources(&machine_sources())?).map_err(LabError::file(&list))?;
@@ -181,21 +180,16 @@ impl Apt {
     }
 }
 
-fn fetch_kernel(
-    cache: &Cache,
-    kernel: Kernel,
-    headers: bool,
-    say: &mut dyn FnMut(&str),
-) -> Result<(), LabError> {
+fn fetch_kernel(kernel: Kernel, headers: bool, say: &mut dyn FnMut(&str)) -> Result<(), LabError> {
     let mut apt = Apt { options: Vec::new() };
     let mut package = apt.newest(kernel);
     if package.is_none() {
-        apt = Apt::own(cache, say)?;
+        apt = Apt::own(say)?;
         package = apt.newest(kernel);
     }
     let package = package
         .ok_or_else(|| LabError::Missing(format!("no package of a Linux {kernel} cloud kernel")))?;
-    let kernels = cache.dir("kernels")?;
+    let kernels = cache_dir("kernels")?;
     let dir = kernels.join(&package);
     if !dir.join("boot").is_dir() {
         say(&format!("downloading {package}"));
@@ -214,12 +208,12 @@ fn fetch_kernel(
 }
 
 /// A package's files, unpacked into the cache and not installed: nothing of it runs.
-pub fn package(cache: &Cache, name: &str) -> Result<PathBuf, LabError> {
-    let dir = cache.path("packages").join(name);
+pub fn package(name: &str) -> Result<PathBuf, LabError> {
+    let dir = cached("packages").join(name);
     let names = [name.to_string()];
     let machine = Apt { options: Vec::new() };
     if !dir.is_dir() && unpack_into(&machine, &names, &dir).is_err() {
-        unpack_into(&Apt::own(cache, &mut |_| ())?, &names, &dir)?;
+        unpack_into(&Apt::own(&mut |_| ())?, &names, &dir)?;
     }
     Ok(dir)
 }

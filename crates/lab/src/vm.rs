@@ -39,7 +39,7 @@ pub(crate) use self::process::on_lasting_thread;
 use self::process::{hand_over, spawn_qemu};
 use crate::guest::{Fields, Tool, ToolError};
 use crate::image::{Image, with_files};
-use crate::{LabError, tail};
+use crate::{LabError, Sought, tail};
 
 pub(crate) const READY: &str = "ebb-guest-tool: ready on";
 /// What the console shows when a guest kernel is at its end.
@@ -132,8 +132,8 @@ impl Vm {
     /// Starts a VM; [`Vm::wait_ready`] has still to be called. So several boot at
     /// the same time.
     pub fn spawn(config: &VmConfig) -> Result<Vm, VmError> {
-        let mut image = Image::get(&config.cache, config.kernel)?;
-        let best = || config.accel.unwrap_or_else(|| Accel::detect(&config.cache));
+        let mut image = Image::get(config.kernel)?;
+        let best = || config.accel.unwrap_or_else(Accel::detect);
         let accel = if config.counted { Accel::Tcg } else { best() };
         let dir = tempfile::Builder::new().prefix("ebb-lab-").tempdir();
         let dir = dir.map_err(LabError::file(std::env::temp_dir()))?;
@@ -204,7 +204,7 @@ impl Vm {
         let begun = if self.boots == 0 { self.spawned } else { Instant::now() };
         let want = self.boots + 1;
         let ready = self.wait_for("the guest tool to be ready", deadline, |vm| {
-            (vm.console().matches(READY).count() >= want).then_some(())
+            vm.console().matches(READY).count() >= want
         });
         ready.map_err(|failed| match failed {
             VmError::Timeout { name, what, after, console } => {
@@ -222,16 +222,16 @@ impl Vm {
     }
 
     /// Polls for a state until `deadline` (stretched), or until the VM is lost.
-    pub fn wait_for<T>(
+    pub fn wait_for<S: Sought>(
         &self,
         what: &str,
         deadline: Duration,
-        mut state: impl FnMut(&Vm) -> Option<T>,
-    ) -> Result<T, VmError> {
+        mut state: impl FnMut(&Vm) -> S,
+    ) -> Result<S::Found, VmError> {
         let after = deadline.mul_f64(self.accel.patience());
         let until = Instant::now() + after;
         loop {
-            if let Some(found) = state(self) {
+            if let Some(found) = state(self).found() {
                 return Ok(found);
             }
             self.check()?;

@@ -19,14 +19,14 @@ const AGAIN: Duration = Duration::from_millis(300);
 /// It is over then in any case.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The result, measured on the host.
-#[derive(Debug, Default, PartialEq, Serialize)]
-struct Came {
-    /// Fall of the VMs' residency.
+/// What is measured on the host; in the result, what has come of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+struct Figures {
+    /// The VMs' residency: its fall.
     resident: Bytes,
-    /// Rise of the host's free memory: the proof, but others use it too.
+    /// The host's free memory: its rise, which is the proof, but others use it too.
     host_free: Bytes,
-    /// Fall of the VMs' cgroup usage, where they have a common one.
+    /// The VMs' cgroup usage, where they have a common one: its fall.
     pool: Option<Bytes>,
     /// Recycled page by page.
     recycled: Bytes,
@@ -35,28 +35,20 @@ struct Came {
     seconds: f64,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Now {
-    resident: Bytes,
-    free: Bytes,
-    pool: Option<Bytes>,
-    recycled: Bytes,
-    ballooned: Bytes,
-}
-
-impl Now {
-    fn of(state: &State, request: &Reclaim) -> Now {
+impl Figures {
+    fn of(state: &State, request: &Reclaim) -> Figures {
         let vms = || state.vms.iter().filter(|v| request.means(&v.name));
-        Now {
+        Figures {
             resident: vms().filter_map(|v| v.resident).sum(),
-            free: state.host.free.unwrap_or_default(),
+            host_free: state.host.free.unwrap_or_default(),
             pool: state.host.pool.as_ref().map(|p| p.usage),
             recycled: vms().filter_map(|v| v.agent.as_ref()).map(|a| a.counters.recycled).sum(),
             ballooned: vms().map(|v| v.ballooned).sum(),
+            seconds: 0.0,
         }
     }
 
-    fn moved(&self, other: &Now) -> bool {
+    fn moved(&self, other: &Figures) -> bool {
         let far = |a: Bytes, b: Bytes| a.abs_diff(b) >= Bytes::mib(2);
         far(self.resident, other.resident)
             || far(self.recycled, other.recycled)
@@ -73,7 +65,7 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
     if state.daemon.dry_run {
         bail!("the daemon is in a dry run: it changes nothing");
     }
-    let before = Now::of(&state, &request);
+    let before = Figures::of(&state, &request);
     daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
     let came = watch(socket, &request, before)?;
     emit_as(json, &came, || Ok(text(&came)))?;
@@ -99,7 +91,7 @@ fn fresh(socket: &str) -> Result<State> {
     }
 }
 
-fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
+fn watch(socket: &str, request: &Reclaim, before: Figures) -> Result<Figures> {
     let began = Instant::now();
     let (mut last, mut moved) = (before, began);
     let mut again = AGAIN;
@@ -111,14 +103,14 @@ fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
             again += AGAIN;
             daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?)?;
         }
-        let now = Now::of(&daemon_client::get_json(socket, "/v1/state")?, request);
+        let now = Figures::of(&daemon_client::get_json(socket, "/v1/state")?, request);
         if now.moved(&last) {
             (last, moved) = (now, Instant::now());
         }
     }
-    Ok(Came {
+    Ok(Figures {
         resident: before.resident - last.resident,
-        host_free: last.free - before.free,
+        host_free: last.host_free - before.host_free,
         pool: before.pool.zip(last.pool).map(|(b, l)| b - l),
         recycled: last.recycled - before.recycled,
         ballooned: last.ballooned - before.ballooned,
@@ -126,7 +118,7 @@ fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
     })
 }
 
-fn text(c: &Came) -> String {
+fn text(c: &Figures) -> String {
     if c.recycled + c.ballooned == Bytes::ZERO {
         return "nothing was taken: `ebb status` and `ebb explain VM` say why\n".into();
     }

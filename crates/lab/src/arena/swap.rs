@@ -12,7 +12,7 @@ use ebb_core::units::Bytes;
 
 use super::journal::{Change, Journal};
 use super::{Places, read_u64, write};
-use crate::image::Cache;
+use crate::image::cache_dir;
 use crate::{LabError, run};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,8 +79,7 @@ fn add_zram(places: &Places, journal: &Journal, size: Bytes) -> Result<Option<Pa
 }
 
 fn add_swap_file(journal: &Journal, size: Bytes) -> Result<PathBuf, LabError> {
-    let dir = Cache::from_env().dir("run")?;
-    let path = dir.join(format!("swap-{}", journal.name()));
+    let path = cache_dir("run")?.join(format!("swap-{}", journal.name()));
     journal.note(&Change::File { path: path.clone() })?;
     let mut options = OpenOptions::new();
     let file = options.create(true).truncate(true).write(true).mode(0o600).open(&path);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
-use ebb_core::wire::{AgentState, HugePages, Recycle, Recycled};
+use ebb_core::wire::{HugePages, Recycle, Recycled};
 use ebb_host::agent::Agent;
 
 use super::trial::Trial;
@@ -16,7 +16,6 @@ use crate::agent_requests::Requests as _;
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
 use crate::guest_stack;
-use crate::image::{Cache, Image};
 use crate::result::ExperimentResult;
 use crate::vm::{Backing, Vm, VmConfig};
 
@@ -84,7 +83,6 @@ impl<'a> Bench<'a> {
         change: impl FnOnce(&mut VmConfig),
     ) -> Result<Place> {
         let kernel = self.trial.kernel;
-        let image = Image::get(&Cache::from_env(), kernel)?;
         let dir = tempfile::tempdir()?;
         let cgroup = self.arena.cgroup().context("the arena has no cgroup")?.clone();
         // Daemons find VMs by name, and another run may go on beside this one.
@@ -96,8 +94,7 @@ impl<'a> Bench<'a> {
         if memory == RamKind::Memfd {
             config.backing = Backing::Memfd;
         }
-        let socket =
-            tier.then(|| guest_stack::prepare(&mut config, &image, dir.path())).transpose()?;
+        let socket = tier.then(|| guest_stack::prepare(&mut config, dir.path())).transpose()?;
         change(&mut config);
         let vm = Vm::start(&config)?;
         Ok(Place { vm, cgroup, agent: None, socket, dir })
@@ -138,17 +135,8 @@ impl Place {
         let socket = self.socket.as_ref().context("no agent in this VM")?;
         let mut agent = Agent::connect(socket)?;
         agent.attach(guest_stack::attachment(&self.vm)?, None, SOON)?;
+        agent.wait_ready(MINUTE)?;
         self.agent = Some(agent);
-        let until = Instant::now() + MINUTE;
-        while self.agent()?.status(false, SOON)?.state != AgentState::Ready {
-            if Instant::now() > until {
-                bail!(
-                    "the agent does not find the module: {:?}",
-                    self.agent()?.status(false, SOON)?
-                );
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
         Ok(())
     }
 

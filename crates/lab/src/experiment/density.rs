@@ -32,14 +32,14 @@ use ebb_core::units::Bytes;
 use self::account::{Account, Rest};
 use self::jobs::Jobs;
 use self::picture::picture;
-use self::rivals::{Ksmtuned, knobs, merges};
+use self::rivals::{knobs, ksmtuned, merges};
 use super::autoballoon::warn_of_others;
 use super::stage::{self, Stage};
 use crate::arena::{ArenaConfig, Beside, MemoryCgroup, SwapKind};
 use crate::baselines::Rival;
 use crate::ebb::Daemon;
 use crate::guest_stack;
-use crate::image::{Cache, Image, Kernel};
+use crate::image::Kernel;
 use crate::result::{ExperimentResult, SeriesRow, median};
 use crate::sampler::{Sampler, Series};
 use crate::vm::{Vm, VmConfig};
@@ -232,7 +232,7 @@ impl Density {
         let config = if arm == "ebb" { "[merge]\nmode = \"on\"" } else { "" };
         let daemon = stage.daemon(arm, &names, config)?;
         let tuned = arm.ends_with("ksmtuned");
-        let _tuned = tuned.then(|| Ksmtuned::start(stage.dir(), plan.budget)).transpose()?;
+        let _tuned = tuned.then(|| ksmtuned(stage.dir(), plan.budget)).transpose()?;
         let cgroup = stage.cgroup()?.clone();
         let (name, memory, kernel) = (&format!("{arm}-"), plan.memory, self.kernel);
         let mut fleet = Fleet {
@@ -365,24 +365,15 @@ impl Fleet<'_> {
 
     /// Boots VMs side by side while the others work, and starts their jobs.
     fn add(&mut self, count: u32, start: Option<Instant>) -> Result<Option<String>> {
-        let image = Image::get(&Cache::from_env(), self.kind.kernel)?;
         let mut configs = Vec::new();
         for n in 1..=count as usize {
-            let config = self.kind.config(self.stage, &image, self.vms.len() + n)?;
+            let config = self.kind.config(self.stage, self.vms.len() + n)?;
             configs.push(VmConfig { translations: TRANSLATIONS, ..config });
         }
-        let guest = self.kind.has_module();
         let boot = move || -> Result<Vec<Vm>> {
             let mut booted = Vec::new();
             for pair in configs.chunks(2) {
-                let mut vms = pair.iter().map(Vm::spawn).collect::<Result<Vec<_>, _>>()?;
-                for vm in &mut vms {
-                    vm.wait_ready()?;
-                    if guest {
-                        guest_stack::load(vm)?;
-                    }
-                }
-                booted.append(&mut vms);
+                booted.append(&mut guest_stack::boot(pair)?);
             }
             Ok(booted)
         };

@@ -60,7 +60,8 @@ fn one(bench: &mut Bench<'_>, memory: RamKind, arm: &str) -> Result<()> {
                 Some(daemon) => {
                     daemon.reclaim()?;
                     let held = |s: &serde_json::Value| s["vms"][0]["agent"]["held"].as_u64();
-                    daemon.wait_for("calm", 2 * MINUTE, |s| (held(s)? < 8 << 20).then_some(()))?;
+                    daemon
+                        .wait_for("calm", 2 * MINUTE, |s| held(s).is_some_and(|h| h < 8 << 20))?;
                 }
                 None => place.calm()?,
             }

@@ -146,7 +146,7 @@ impl Handback {
                     asked = std::time::Instant::now();
                     let _ = daemon.reclaim_vm(vm.name());
                 }
-                vm.balloon().is_ok_and(|b| b <= small).then_some(())
+                vm.balloon().is_ok_and(|b| b <= small)
             })?;
         }
         if full {

@@ -129,11 +129,10 @@ impl Overhead {
 }
 
 /// Whether this number of each VM is so.
-fn all(state: &Value, names: &[&str], number: &str, is: impl Fn(u64) -> bool) -> Option<()> {
-    let vms = state["vms"].as_array()?;
-    let one = |name: &&str| {
-        let vm = vms.iter().find(|v| v["name"] == **name);
+fn all(state: &Value, names: &[&str], number: &str, is: impl Fn(u64) -> bool) -> bool {
+    let vms = state["vms"].as_array().into_iter().flatten();
+    names.iter().all(|name| {
+        let vm = vms.clone().find(|v| v["name"] == **name);
         vm.and_then(|v| v[number].as_u64()).is_some_and(&is)
-    };
-    names.iter().all(one).then_some(())
+    })
 }

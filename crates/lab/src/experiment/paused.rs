@@ -76,7 +76,7 @@ fn one(bench: &mut Bench<'_>, memory: RamKind, arm: &str) -> Result<()> {
         if arm == "balloon" {
             // Only now it follows the order; then it gets everything back.
             let whole = place.vm.memory();
-            let is = |vm: &Vm, goal: Bytes| vm.balloon().is_ok_and(|b| b == goal).then_some(());
+            let is = |vm: &Vm, goal: Bytes| vm.balloon().is_ok_and(|b| b == goal);
             place.vm.wait_for("the balloon", 2 * MINUTE, |vm| is(vm, whole - size))?;
             place.vm.set_balloon(whole)?;
             place.vm.wait_for("its memory", 2 * MINUTE, |vm| is(vm, whole))?;

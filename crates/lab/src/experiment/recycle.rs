@@ -255,7 +255,7 @@ fn latency(bench: &mut Bench<'_>) -> Result<()> {
         let mut times = Vec::new();
         for _ in 0..trial.rounds(5) {
             daemon.wait_for("calm", 2 * MINUTE, |s| {
-                (s["vms"][0]["agent"]["held"].as_u64()? < 24 << 20).then_some(())
+                s["vms"][0]["agent"]["held"].as_u64().is_some_and(|held| held < 24 << 20)
             })?;
             std::thread::sleep(APART);
             place.start("h", "hold", &format!("size={}", size.0))?;
@@ -332,7 +332,7 @@ fn balloon(bench: &mut Bench<'_>, memory: RamKind) -> Result<()> {
     };
     let after = || -> Result<()> {
         place.vm.set_balloon(whole)?;
-        let up = |vm: &Vm| vm.balloon().is_ok_and(|b| b == whole).then_some(());
+        let up = |vm: &Vm| vm.balloon().is_ok_and(|b| b == whole);
         Ok(place.vm.wait_for("the balloon to empty", MINUTE, up)?)
     };
     falls(bench, ("balloon", memory), (&place, size), free, after)
@@ -365,13 +365,13 @@ fn virtio_mem(bench: &mut Bench<'_>, memory: RamKind) -> Result<()> {
     };
     let free = || -> Result<_> {
         set(size.0)?;
-        place.vm.wait_for("its memory", MINUTE, |vm| (get(vm)? == size.0).then_some(()))?;
+        place.vm.wait_for("its memory", MINUTE, |vm| get(vm) == Some(size.0))?;
         place.touch_all()?;
         let (full, begun) = (place.usage(), Instant::now());
         set(0)?;
         Ok((full, begun))
     };
-    let empty = |vm: &Vm| (get(vm)? == 0).then_some(());
+    let empty = |vm: &Vm| get(vm) == Some(0);
     let after = || Ok(place.vm.wait_for("the device empty", MINUTE, empty)?);
     falls(bench, ("virtio-mem", memory), (&place, size), free, after)
 }

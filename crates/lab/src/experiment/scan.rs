@@ -36,7 +36,6 @@ use super::trial::Trial;
 use crate::agent_requests::Requests as _;
 use crate::arena::{Arena, ArenaConfig};
 use crate::guest_stack;
-use crate::image::{Cache, Image};
 use crate::result::ExperimentResult;
 use crate::vm::{Vm, VmConfig};
 
@@ -134,12 +133,8 @@ impl Held {
         let mut config = VmConfig::new(name, OWN + Bytes(size.0 / 16 * 17).floor_mib());
         config.kernel = trial.kernel;
         config.small_pages = memory == RamKind::Small;
-        let image = Image::get(&Cache::from_env(), config.kernel)?;
-        let socket = agent.map(|dir| guest_stack::prepare(&mut config, &image, dir)).transpose()?;
-        let vm = Vm::start(&config)?;
-        if agent.is_some() {
-            guest_stack::load(&vm)?;
-        }
+        let socket = agent.map(|dir| guest_stack::prepare(&mut config, dir)).transpose()?;
+        let vm = guest_stack::boot(&[config])?.remove(0);
         let hold = format!("size={} seed={n}", size.0);
         vm.ask(|tool| tool.start_ready("h", "hold", &hold, 5 * MINUTE))?;
         vm.pause()?;

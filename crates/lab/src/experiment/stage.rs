@@ -12,8 +12,8 @@ use tempfile::TempDir;
 use crate::LabError;
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
-use crate::guest_stack::{LOAD, load, prepare};
-use crate::image::{Cache, Image, Kernel};
+use crate::guest_stack;
+use crate::image::Kernel;
 use crate::libvirt::{Domain, Libvirtd};
 use crate::vm::{Balloon, Vm, VmConfig};
 
@@ -89,18 +89,13 @@ impl Fleet<'_> {
     }
 
     /// How the VM of this number is to be.
-    pub fn config(
-        &self,
-        stage: &Stage,
-        image: &Image,
-        number: usize,
-    ) -> Result<VmConfig, LabError> {
+    pub fn config(&self, stage: &Stage, number: usize) -> Result<VmConfig, LabError> {
         let mut config = VmConfig::new(format!("{}{number}", self.name), self.memory);
         config.kernel = self.kernel;
         let deflate_on_oom = self.arm != "ebb-balloon";
         config.balloon = Some(Balloon { reporting: self.reporting(), deflate_on_oom });
         if self.has_module() {
-            prepare(&mut config, image, stage.dir())?;
+            guest_stack::prepare(&mut config, stage.dir())?;
         }
         if let Some(disk) = &stage.disk {
             config.disks = vec![disk.clone()];
@@ -112,18 +107,8 @@ impl Fleet<'_> {
 
     /// Boots them at the same time, in the arena's cgroup.
     pub fn boot(&self, stage: &Stage) -> Result<Vec<Vm>> {
-        let image = Image::get(&Cache::from_env(), self.kernel)?;
-        let mut vms = Vec::new();
-        for number in 1..=self.vms as usize {
-            vms.push(Vm::spawn(&self.config(stage, &image, number)?)?);
-        }
-        for vm in &mut vms {
-            vm.wait_ready()?;
-            if self.has_module() {
-                load(vm)?;
-            }
-        }
-        Ok(vms)
+        let configs = (1..=self.vms as usize).map(|number| self.config(stage, number));
+        Ok(guest_stack::boot(&configs.collect::<Result<Vec<_>, _>>()?)?)
     }
 
     /// Boots them as domains of this libvirtd, one after the other; their kernel is 6.1.
@@ -142,7 +127,7 @@ impl Fleet<'_> {
                 return Ok(libvirtd.boot(&name, self.memory, &devices, "")?);
             }
             let domain = libvirtd.boot_with_agent(&name, self.memory, &devices)?;
-            let loaded = domain.tool().sh(LOAD, Duration::from_secs(60));
+            let loaded = domain.tool().sh(guest_stack::LOAD, Duration::from_secs(60));
             loaded.with_context(|| format!("the module in {name}"))?;
             Ok(domain)
         };

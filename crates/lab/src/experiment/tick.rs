@@ -135,7 +135,7 @@ impl Tick {
         // With the times that it ships with.
         Daemon::configure(dir, &[], &config)?;
         let daemon = Daemon::start_unrecorded(program, dir)?;
-        let heard = |s: &Value| all_are_heard(s, vms.0.len()).then_some(());
+        let heard = |s: &Value| all_are_heard(s, vms.0.len());
         daemon.wait_for("answer of each stand-in", Duration::from_secs(60), heard)?;
         let (first, before) = (daemon.get("/v1/state")?, cpu(daemon.pid())?);
         let end = Instant::now() + Duration::from_secs(self.seconds);

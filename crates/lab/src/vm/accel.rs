@@ -5,7 +5,7 @@ use std::fs;
 use ebb_core::units::Bytes;
 
 use super::{Vm, VmConfig};
-use crate::image::Cache;
+use crate::image::cached;
 
 /// What runs the guest's code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,31 +38,30 @@ impl Accel {
 
     /// The best this machine boots our image with: KVM is tried for real, once
     /// per boot of the machine. `EBB_LAB_ACCEL` decides instead, if set.
-    pub fn detect(cache: &Cache) -> Accel {
+    pub fn detect() -> Accel {
         match std::env::var("EBB_LAB_ACCEL").as_deref() {
             Ok("kvm") => return Accel::Kvm,
             Ok("tcg") => return Accel::Tcg,
             _ => {}
         }
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let known = cache.path(format!("accel-{}", boot.trim()));
+        let known = cached(format!("accel-{}", boot.trim()));
         match fs::read_to_string(&known).as_deref() {
             Ok("kvm") => return Accel::Kvm,
             Ok("tcg") => return Accel::Tcg,
             _ => {}
         }
-        let accel = if kvm_boots(cache) { Accel::Kvm } else { Accel::Tcg };
+        let accel = if kvm_boots() { Accel::Kvm } else { Accel::Tcg };
         let _ = fs::write(known, accel.name());
         accel
     }
 }
 
-fn kvm_boots(cache: &Cache) -> bool {
+fn kvm_boots() -> bool {
     if fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_err() {
         return false;
     }
     let mut config = VmConfig::new("kvm-trial", Bytes::mib(256));
-    config.cache = cache.clone();
     config.accel = Some(Accel::Kvm);
     Vm::start(&config).is_ok()
 }

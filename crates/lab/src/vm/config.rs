@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use ebb_core::units::Bytes;
 
 use super::Accel;
-use crate::image::{Cache, Image, Kernel};
+use crate::image::{Image, Kernel};
 
 /// The value of `-accel` where instructions are counted.
 const COUNTED: &str = "tcg,tb-size=64,thread=single";
@@ -94,7 +94,6 @@ pub struct VmConfig {
     /// User and group that QEMU runs as from its first instruction on, as libvirt
     /// has it; the lab's own if `None`.
     pub user: Option<u32>,
-    pub cache: Cache,
 }
 
 impl VmConfig {
@@ -224,7 +223,7 @@ mod tests {
 
     fn arguments(accel: Accel, counted: bool) -> Vec<String> {
         let mut config = VmConfig::new("x", Bytes::mib(256));
-        (config.cache, config.counted) = (Cache::at("/cache"), counted);
+        config.counted = counted;
         let file = PathBuf::from("/cache/file");
         let (vmlinuz, initramfs) = (file.clone(), file);
         let (kernel, release) = (config.kernel, String::new());

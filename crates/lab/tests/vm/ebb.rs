@@ -11,14 +11,15 @@ use std::time::Duration;
 use ebb_core::units::Bytes;
 use ebb_host::qmp_balloon;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
-use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::ebb::{Daemon, run, run_in};
+use ebb_lab::guest_stack;
 use ebb_lab::image::Kernel;
 use ebb_lab::in_pairs;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{MINUTE, kernels, of, replays, signal, stock, wait_size};
+use crate::{MINUTE, ebb_says, kernels, of, replays, signal, stock, stop_verify, wait_size};
 
 const RAM: Bytes = Bytes::mib(512);
 /// What a guest of 512 MiB and its QEMU hold that has touched 256 MiB, and hardly more.
@@ -60,7 +61,7 @@ fn renew_word(vm: &Vm) {
     let set = |arguments| drop(vm.qmp("qom-set", Some(arguments)).unwrap());
     let stats = || vm.qmp("qom-get", Some(qmp_balloon::get(BALLOON, qmp_balloon::STATS))).unwrap();
     let asked = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
-    let renewed = || (stats()["last-update"].as_u64() > Some(asked)).then_some(());
+    let renewed = || stats()["last-update"].as_u64() > Some(asked);
     qmp_balloon::ask_now(BALLOON, 1).into_iter().for_each(set);
     vm.wait_for("a new word", MINUTE, |_| renewed()).unwrap();
     set(qmp_balloon::set(BALLOON, qmp_balloon::INTERVAL, json!(0)));
@@ -125,20 +126,13 @@ fn vm_freed_memory_returns_by_reporting_and_is_accounted_on_both_kernels() {
         vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
         let held = vm.resident();
         // A peak between two ticks cannot be accounted for.
-        daemon
-            .wait_for("a tick that sees it all", MINUTE, |s| {
-                (bytes(of(s, name), "resident") + (8 << 20) >= held.0).then_some(())
-            })
-            .unwrap();
+        let seen = |s: &Value| bytes(of(s, name), "resident") + (8 << 20) >= held.0;
+        daemon.wait_for("a tick that sees it all", MINUTE, seen).unwrap();
         vm.tool().stop("h").unwrap();
         let goal = held - Bytes::mib(200);
-        vm.wait_for("reporting", MINUTE, |vm| (vm.resident() < goal).then_some(())).unwrap();
-        daemon
-            .wait_for("accounted bytes", MINUTE, |s| {
-                let r = &of(s, name)["returned"];
-                (bytes(r, "reporting") >= 190 << 20).then_some(())
-            })
-            .unwrap();
+        vm.wait_for("reporting", MINUTE, |vm| vm.resident() < goal).unwrap();
+        let returned = |s: &Value| bytes(&of(s, name)["returned"], "reporting") >= 190 << 20;
+        daemon.wait_for("accounted bytes", MINUTE, returned).unwrap();
         let state = daemon.vm(name).unwrap();
         assert_eq!(bytes(&state, "actual"), RAM.0, "a clear host takes nothing: {state}");
         assert!(daemon.stop());
@@ -159,13 +153,11 @@ fn vm_inflating_lowers_what_the_host_holds_and_stopping_gives_all_back() {
         vm.wait_for("less residency", MINUTE, |vm| {
             let less = vm.resident() + Bytes::mib(80) < held;
             let proof = cgroup.usage() + cgroup.swap() + Bytes::mib(80) < charged;
-            (less && proof).then_some(())
+            less && proof
         })
         .unwrap();
         // What was decided can be asked for.
-        let (code, out, err) =
-            ebb::run(&["explain", "inf", "--config", daemon.config().to_str().unwrap()]).unwrap();
-        assert_eq!(code, 0, "{err}");
+        let out = ebb_says(dir.path(), &["explain", "inf"]);
         assert!(out.contains("host") && out.contains("idle"), "{out}");
         assert!(daemon.stop());
         wait_size(&vm, RAM);
@@ -185,11 +177,8 @@ fn vm_memory_is_ordered_for_a_guest_no_later_than_it_shows_distress() {
         // More than it has; the host has room for it.
         let args = "size=314572800 period_ms=1000 hold_ms=3000 count=1";
         vm.tool().start("burst", "cycle", args).unwrap();
-        daemon
-            .wait_for("more memory", MINUTE, |s| {
-                (bytes(of(s, "dis"), "actual") > 360 << 20).then_some(())
-            })
-            .unwrap();
+        let more = |s: &Value| bytes(of(s, "dis"), "actual") > 360 << 20;
+        daemon.wait_for("more memory", MINUTE, more).unwrap();
         let done = vm.tool().wait_end("burst", MINUTE).unwrap();
         assert_eq!(done.u64("cycles"), 1, "the workload lived: {done:?}");
         assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
@@ -242,17 +231,12 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
     vms[0].tool().start("burst", "cycle", args).unwrap();
     let squeezed = wait_taken(&daemon, "idles", Bytes(idle) - Bytes::mib(48));
-    let given = daemon
-        .wait_for("more memory", MINUTE, |s| {
-            let size = bytes(of(s, "needs"), "actual");
-            (size >= 360 << 20).then_some(size)
-        })
-        .unwrap();
+    let enough = |s: &Value| Some(bytes(of(s, "needs"), "actual")).filter(|b| *b >= 360 << 20);
+    let given = daemon.wait_for("more memory", MINUTE, enough).unwrap();
     println!("{} given; the other went from {} to {}", Bytes(given), Bytes(idle), Bytes(squeezed));
     assert_eq!(vms[0].tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
     for vm in &vms {
-        let end = vm.tool().stop("v").unwrap();
-        assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{}: {end:?}", vm.name());
+        stop_verify(vm);
         assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
     }
     assert!(daemon.stop());
@@ -272,16 +256,13 @@ fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
     let slow = json!({ "max-bandwidth": 64 << 10 });
     vm.qmp("migrate-set-parameters", Some(slow)).unwrap();
     vm.qmp("migrate", Some(json!({ "uri": "exec:cat > /dev/null" }))).unwrap();
-    let moves = |s: &Value| (of(s, "moves")["run"] == "migrating").then_some(());
+    let moves = |s: &Value| of(s, "moves")["run"] == "migrating";
     daemon.wait_for("a migrating VM", MINUTE, moves).unwrap();
     daemon.reclaim_vm("moves").unwrap();
     let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
     vm.tool().start("burst", "cycle", args).unwrap();
-    daemon
-        .wait_for("more memory", MINUTE, |s| {
-            (bytes(of(s, "moves"), "actual") >= 360 << 20).then_some(())
-        })
-        .unwrap();
+    let more = |s: &Value| bytes(of(s, "moves"), "actual") >= 360 << 20;
+    daemon.wait_for("more memory", MINUTE, more).unwrap();
     assert_eq!(vm.qmp("query-migrate", None).unwrap()["status"], "active");
     assert_eq!(vm.tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
     assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
@@ -318,8 +299,7 @@ fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
     assert_eq!(bytes(&again, "ceiling"), RAM.0, "it knows what is owed: {again}");
     assert!(daemon.stop());
     wait_size(&vm, RAM);
-    let end = vm.tool().stop("v").unwrap();
-    assert!(end.u64("checks") > 0 && end.u64("errors") == 0, "{end:?}");
+    stop_verify(&vm);
     check_record(dir.path());
 }
 
@@ -337,7 +317,7 @@ fn vm_release_gives_back_what_a_dead_daemon_took_and_keeps_what_it_could_not() {
     let release = |seconds: &str| {
         let (config, state) = (config.to_str().unwrap(), state.to_str().unwrap());
         let args = ["release", "--config", config, "--state", state, "--seconds", seconds];
-        ebb::run(&args).unwrap()
+        run(&args).unwrap()
     };
     // QEMU takes an order for a guest that does not run: that is not the memory.
     vm.pause().unwrap();
@@ -356,18 +336,13 @@ fn vm_release_gives_back_what_a_dead_daemon_took_and_keeps_what_it_could_not() {
 #[test]
 fn vm_a_vm_that_dies_or_quits_mid_tick_does_not_touch_the_others() {
     let arena = arena(None);
-    let vms: Vec<Vm> = ["die1", "die2", "die3"]
-        .iter()
-        .map(|n| Vm::spawn(&config(n, Kernel::V6_1, true, &arena)).unwrap())
-        .collect();
-    let mut vms = vms;
-    vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
-    let dir = tempfile::tempdir().unwrap();
     let names = ["die1", "die2", "die3"];
+    let vms = guest_stack::boot(&names.map(|n| config(n, Kernel::V6_1, true, &arena))).unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "").unwrap();
     let up = |s: &Value, n: usize| {
         let vms = s["vms"].as_array().unwrap();
-        (vms.len() == n && vms.iter().all(|v| v["link"]["state"] == "up")).then_some(())
+        vms.len() == n && vms.iter().all(|v| v["link"]["state"] == "up")
     };
     daemon.wait_for("three VMs", MINUTE, |s| up(s, 3)).unwrap();
     // One as if it crashed, one that closes its sockets on its own.
@@ -386,18 +361,16 @@ fn vm_a_vm_that_dies_or_quits_mid_tick_does_not_touch_the_others() {
 fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
     let arena = arena(None);
     let names = ["stop1", "stop2", "stop3"];
-    let mut vms: Vec<Vm> =
-        names.iter().map(|n| Vm::spawn(&config(n, Kernel::V6_12, true, &arena)).unwrap()).collect();
-    vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
+    let vms = guest_stack::boot(&names.map(|n| config(n, Kernel::V6_12, true, &arena))).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "").unwrap();
     let link = |s: &Value, name: &str| of(s, name)["link"]["state"].as_str().map(String::from);
     let wait_link = |which: &[&str], state: &str| {
         let all = |s: &Value| which.iter().all(|n| link(s, n).as_deref() == Some(state));
-        daemon.wait_for(state, MINUTE, |s| all(s).then_some(())).unwrap();
+        daemon.wait_for(state, MINUTE, all).unwrap();
     };
     let ready = |s: &Value| names.iter().all(|n| of(s, n)["standing"]["is"] == "ready");
-    let wait_ready = || daemon.wait_for("ready", MINUTE, |s| ready(s).then_some(())).unwrap();
+    let wait_ready = || daemon.wait_for("ready", MINUTE, ready).unwrap();
     wait_ready();
     let silence = || std::thread::sleep(Duration::from_secs(8));
     // All of them: the host has stood still, and they are asked again at once.
@@ -413,7 +386,7 @@ fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
     let state = daemon.get("/v1/state").unwrap();
     assert_eq!(link(&state, "stop2").as_deref(), Some("up"), "the other goes on: {state}");
     let tick = bytes(&state, "tick");
-    daemon.wait_for("more ticks", MINUTE, |s| (bytes(s, "tick") > tick + 3).then_some(())).unwrap();
+    daemon.wait_for("more ticks", MINUTE, |s| bytes(s, "tick") > tick + 3).unwrap();
     assert!(
         daemon.get("/v1/state").unwrap()["daemon"]["tick_ms"].as_f64().unwrap() < 1000.0,
         "a hung QEMU must not hold the tick"
@@ -422,7 +395,7 @@ fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
     signal(vms[0].pid(), Signal::CONT);
     wait_link(&["stop1"], "up");
     let left_alone = |s: &Value| of(s, "stop1")["standing"].to_string().contains("not heard");
-    daemon.wait_for("left alone", MINUTE, |s| left_alone(s).then_some(())).unwrap();
+    daemon.wait_for("left alone", MINUTE, left_alone).unwrap();
     assert!(daemon.stop());
     check_record(dir.path());
 }
@@ -443,10 +416,7 @@ fn vm_a_ballooned_guest_reboots_with_all_its_memory() {
             vm.request("reboot", MINUTE).unwrap();
         }
         vm.wait_ready().unwrap();
-        let given = |s: &Value| {
-            let v = of(s, "boot");
-            (bytes(v, "actual") == RAM.0).then_some(())
-        };
+        let given = |s: &Value| bytes(of(s, "boot"), "actual") == RAM.0;
         daemon.wait_for("all its memory after the reboot", MINUTE, given).unwrap();
         let decisions = daemon.get("/v1/decisions").unwrap();
         let rules: Vec<&str> = decisions
@@ -475,14 +445,12 @@ fn vm_a_taken_socket_is_said_and_nothing_else_suffers() {
         })
         .unwrap();
     assert!(why.contains("one"), "it says that QEMU serves one client: {why}");
-    let (code, out, _) =
-        ebb::run(&["doctor", "--config", daemon.config().to_str().unwrap()]).unwrap();
+    let (code, out, _) = run_in(dir.path(), &["doctor"]).unwrap();
     assert_eq!(code, 1, "something is bad");
     assert!(out.contains("second -qmp"), "{out}");
     drop(holder);
-    daemon
-        .wait_for("the socket", MINUTE, |s| (of(s, "taken")["link"]["state"] == "up").then_some(()))
-        .unwrap();
+    let up = |s: &Value| of(s, "taken")["link"]["state"] == "up";
+    daemon.wait_for("the socket", MINUTE, up).unwrap();
     assert!(daemon.stop());
 }
 
@@ -494,15 +462,12 @@ fn vm_reclaim_takes_idle_memory_at_once_and_measures_it() {
     let daemon = Daemon::start(dir.path(), &["want"], "").unwrap();
     daemon.wait_for("statistics", MINUTE, |s| of(s, "want")["available"].as_u64()).unwrap();
     let held = vm.resident();
-    let config = daemon.config();
-    let config = config.to_str().unwrap();
-    let (code, out, err) = ebb::run(&["reclaim", "want", "--json", "--config", config]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    let out = ebb_says(dir.path(), &["reclaim", "want", "--json"]);
     let came: Value = serde_json::from_str(&out).unwrap();
     let fell = (held - vm.resident()).0;
     assert!(bytes(&came, "ballooned") > 200 << 20 && fell > 200 << 20, "{came}, fell {fell}");
     assert!(bytes(&came, "resident").abs_diff(fell) < 20 << 20, "it measures: {came}, {fell}");
-    let (code, _, err) = ebb::run(&["reclaim", "nobody", "--config", config]).unwrap();
+    let (code, _, err) = run_in(dir.path(), &["reclaim", "nobody"]).unwrap();
     assert_eq!(code, 2);
     assert!(err.contains("there are: want"), "{err}");
     assert!(daemon.stop());
@@ -521,12 +486,10 @@ fn vm_a_dry_run_changes_nothing() {
     };
     interval("qom-set", json!({ "value": 3 }));
     let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start_with(dir.path(), &["dry"], SHORT, &["--dry-run"]).unwrap();
-    daemon
-        .wait_for("a decision", MINUTE, |s| {
-            of(s, "dry")["verdict"].as_str()?.contains("dry run").then_some(())
-        })
-        .unwrap();
+    Daemon::configure(dir.path(), &["dry"], SHORT).unwrap();
+    let daemon = Daemon::start_again(dir.path(), &["--dry-run"]).unwrap();
+    let decided = |s: &Value| of(s, "dry")["verdict"].to_string().contains("dry run");
+    daemon.wait_for("a decision", MINUTE, decided).unwrap();
     assert_eq!(vm.balloon().unwrap(), RAM);
     assert!(!dir.path().join("state.json").exists());
     assert!(daemon.stop());

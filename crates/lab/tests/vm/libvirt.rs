@@ -19,7 +19,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::signal;
+use crate::{of, signal};
 
 /// What a guest does may take long beside other VMs.
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -60,16 +60,30 @@ fn two_watched(libvirtd: &Libvirtd, names: [&str; 2]) -> (Domain, Domain, TempDi
     (one, two, dir, daemon)
 }
 
-fn of<'a>(state: &'a Value, name: &str) -> Option<&'a Value> {
-    state["vms"].as_array()?.iter().find(|v| v["name"] == name)
+/// Waits until Ebb sees a VM, and sees it so.
+fn wait_vm(daemon: &Daemon, name: &str, what: &str, is: impl FnMut(&Value) -> bool) {
+    daemon.wait_for_vm(name, what, PATIENCE, is).unwrap();
 }
 
 fn wait_up(daemon: &Daemon, name: &str) {
-    let is_up = |s: &Value| {
-        let vm = of(s, name)?;
-        (vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()).then_some(())
-    };
-    daemon.wait_for(&format!("the statistics of {name}"), PATIENCE, is_up).unwrap();
+    let is_up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
+    wait_vm(daemon, name, "statistics", is_up);
+}
+
+fn wait_down(daemon: &Daemon, name: &str) {
+    wait_vm(daemon, name, "a link that is down", |vm| vm["link"]["state"] != "up");
+}
+
+/// Waits until it has more than it was left with.
+fn wait_given(daemon: &Daemon, name: &str) {
+    let given = |vm: &Value| vm["actual"].as_u64() > Some(Bytes::mib(330).0);
+    wait_vm(daemon, name, "what the guest needs", given);
+}
+
+/// Waits until Ebb does not see it any more.
+fn wait_gone(daemon: &Daemon, name: &str) {
+    let gone = |s: &Value| of(s, name).is_null();
+    daemon.wait_for(&format!("{name} to be gone"), PATIENCE, gone).unwrap();
 }
 
 /// Its balloon's size as libvirt has QEMU tell it.
@@ -78,7 +92,7 @@ fn size(libvirtd: &Libvirtd, name: &str) -> Bytes {
 }
 
 fn wait_size(libvirtd: &Libvirtd, name: &str, is: impl Fn(Bytes) -> bool) {
-    let there = |l: &Libvirtd| is(size(l, name)).then_some(());
+    let there = |l: &Libvirtd| is(size(l, name));
     libvirtd.wait(&format!("the size of {name}"), there).unwrap();
 }
 
@@ -87,7 +101,7 @@ fn wait_size(libvirtd: &Libvirtd, name: &str, is: impl Fn(Bytes) -> bool) {
 fn squeeze_balloon(libvirtd: &Libvirtd, daemon: &Daemon, name: &str, most: Bytes) {
     let small = |l: &Libvirtd| {
         let _ = daemon.reclaim_vm(name);
-        (size(l, name) <= most).then_some(())
+        size(l, name) <= most
     };
     libvirtd.wait(&format!("the balloon of {name} to be small"), small).unwrap();
 }
@@ -111,12 +125,11 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     let vm = daemon.vm("tame").unwrap();
     assert_eq!(vm["pid"].as_u64(), Some(u64::from(domain.pid())), "{vm}");
     assert_eq!((vm["ram"].as_u64(), vm["deflate_on_oom"].as_bool()), (Some(RAM.0), Some(true)));
-    let rigid = |s: &Value| (of(s, "rigid")?["link"]["state"] == "up").then_some(());
-    daemon.wait_for("a domain without a balloon", PATIENCE, rigid).unwrap();
+    wait_vm(&daemon, "rigid", "a link without a balloon", |vm| vm["link"]["state"] == "up");
     squeeze_balloon(&libvirtd, &daemon, "tame", Bytes::mib(300));
     assert!(asks_for_statistics(&libvirtd, "tame"));
     libvirtd.virsh(&["dommemstat", "tame", "--period", "0", "--live"]).unwrap();
-    let again = |l: &Libvirtd| asks_for_statistics(l, "tame").then_some(());
+    let again = |l: &Libvirtd| asks_for_statistics(l, "tame");
     libvirtd.wait("statistics of tame, which another program ended", again).unwrap();
     let theirs = daemon.vm("alien").unwrap();
     assert!(theirs["link"]["why"].as_str().unwrap().contains("not managed"), "{theirs}");
@@ -130,11 +143,9 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     daemon.squeeze("tame", Bytes::mib(300)).unwrap();
     domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
     // Its guest may deflate the balloon itself: its word has to show that it needed that.
-    let all_up = |s: &Value| {
-        let of = |key: &str| of(s, "tame")?[key].as_u64();
-        (of("actual")?.min(of("need")?) > Bytes::mib(330).0).then_some(())
-    };
-    daemon.wait_for("what the guest needs", PATIENCE, all_up).unwrap();
+    wait_vm(&daemon, "tame", "what the guest needs", |vm| {
+        vm["actual"].as_u64().min(vm["need"].as_u64()) > Some(Bytes::mib(330).0)
+    });
     domain.tool().stop("hog").unwrap();
     daemon.squeeze("tame", Bytes::mib(300)).unwrap();
     // libvirt is not to be asked any more: the domain is given back, and nothing is left in it.
@@ -143,8 +154,8 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
         daemon.reload();
     };
     let nothing = |l: &Libvirtd| {
-        let xml = l.virsh(&["dumpxml", "tame"]).ok()?;
-        (!xml.contains("urn:ebb:balloon") && !xml.contains("<stats period=")).then_some(())
+        l.virsh(&["dumpxml", "tame"])
+            .is_ok_and(|xml| !xml.contains("urn:ebb:balloon") && !xml.contains("<stats period="))
     };
     with_libvirt(false);
     wait_size(&libvirtd, "tame", |b| b == RAM);
@@ -165,27 +176,25 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     let libvirtd = Libvirtd::start().unwrap();
     let (one, _two, _dir, daemon) = two_watched(&libvirtd, ["hit", "spared"]);
     daemon.squeeze("hit", Bytes::mib(300)).unwrap();
-    let down = |s: &Value| (of(s, "hit")?["link"]["state"] != "up").then_some(());
 
     // A libvirtd that is killed and started again: orders go on.
     libvirtd.kill_and_start().unwrap();
     wait_up(&daemon, "hit");
     one.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
-    let given = |s: &Value| (of(s, "hit")?["actual"].as_u64()? > Bytes::mib(330).0).then_some(());
-    daemon.wait_for("what the guest needs", PATIENCE, given).unwrap();
+    wait_given(&daemon, "hit");
     one.tool().stop("hog").unwrap();
 
     // A QEMU that hangs: its neighbour is asked and told as before.
     wait_up(&daemon, "spared");
     signal(one.pid(), Signal::STOP);
-    daemon.wait_for("one that hangs", PATIENCE, down).unwrap();
+    wait_down(&daemon, "hit");
     wait_up(&daemon, "spared");
     signal(one.pid(), Signal::CONT);
     wait_up(&daemon, "hit");
 
     // A libvirtd that hangs: ticks go on in time.
     signal(libvirtd.pid(), Signal::STOP);
-    daemon.wait_for("libvirt that hangs", PATIENCE, down).unwrap();
+    wait_down(&daemon, "hit");
     let tick = |d: &Daemon| d.get("/v1/state").unwrap()["tick"].as_u64().unwrap();
     let (begun, was) = (Instant::now(), tick(&daemon));
     std::thread::sleep(Duration::from_secs(5));
@@ -213,14 +222,11 @@ fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
     std::thread::scope(|scope| {
         let dump = scope.spawn(|| libvirtd.virsh(&["dump", "locked", &path]));
         let helped = || -> Result<(), Box<dyn std::error::Error>> {
-            let down = |s: &Value| (of(s, "locked")?["link"]["state"] != "up").then_some(());
-            daemon.wait_for("one that is locked", PATIENCE, down)?;
+            let down = |vm: &Value| vm["link"]["state"] != "up";
+            daemon.wait_for_vm("locked", "a link that is down", PATIENCE, down)?;
             one.tool().start_ready("hog", "hold", HOG, PATIENCE)?;
-            let all_up = |s: &Value| {
-                let actual = of(s, "free")?["actual"].as_u64()?;
-                (actual > Bytes::mib(330).0).then_some(())
-            };
-            Ok(daemon.wait_for("what the guest needs", PATIENCE, all_up)?)
+            let given = |vm: &Value| vm["actual"].as_u64() > Some(Bytes::mib(330).0);
+            Ok(daemon.wait_for_vm("free", "what the guest needs", PATIENCE, given)?)
         };
         let helped = helped();
         // A reader that goes at once ends the dump.
@@ -254,8 +260,7 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
     let (domain, _dir, daemon) = watched(&libvirtd, "busy");
     let virsh = |args: &[&str]| libvirtd.virsh(args).unwrap();
     let wait = |what: &str, key: &str, value: &str| {
-        let is = |s: &Value| (of(s, "busy")?[key] == value).then_some(());
-        daemon.wait_for(what, PATIENCE, is).unwrap();
+        wait_vm(&daemon, "busy", what, |vm| vm[key] == value);
     };
 
     virsh(&["suspend", "busy"]);
@@ -268,34 +273,28 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
     daemon.squeeze("busy", Bytes::mib(400)).unwrap();
     let file = libvirtd.dir().join("saved").display().to_string();
     virsh(&["save", "busy", &file]);
-    let gone = |s: &Value| of(s, "busy").is_none().then_some(());
-    daemon.wait_for("the saved domain to be gone", PATIENCE, gone).unwrap();
+    wait_gone(&daemon, "busy");
     virsh(&["restore", &file]);
     wait_up(&daemon, "busy");
     assert_ne!(daemon.vm("busy").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
     // Not while Ebb gives: what `setmem` adds to that is an operator's size.
-    let returned = |s: &Value| (of(s, "busy")?["ballooned"] == 0).then_some(());
-    daemon.wait_for("Ebb to owe it nothing", PATIENCE, returned).unwrap();
+    wait_vm(&daemon, "busy", "nothing that is owed", |vm| vm["ballooned"] == 0);
     virsh(&["setmem", "busy", "512M", "--live"]);
     wait_size(&libvirtd, "busy", |b| b == RAM);
 
-    let whole = |s: &Value| (of(s, "busy")?["actual"].as_u64()? == RAM.0).then_some(());
-    daemon.wait_for("Ebb to see that size", PATIENCE, whole).unwrap();
+    wait_vm(&daemon, "busy", "that size", |vm| vm["actual"] == RAM.0);
 
     virsh(&["reset", "busy"]);
-    let settled = |s: &Value| (of(s, "busy")?["standing"]["is"] == "ready").then_some(());
     std::thread::sleep(Duration::from_secs(3));
-    daemon.wait_for("the guest that was reset", PATIENCE, settled).unwrap();
+    wait_vm(&daemon, "busy", "rest after a reset", |vm| vm["standing"]["is"] == "ready");
 
     // A size that an operator sets is the operator's.
     virsh(&["setmem", "busy", "320M", "--live"]);
     wait_size(&libvirtd, "busy", |b| b == Bytes::mib(320));
-    let theirs = |s: &Value| {
-        let vm = of(s, "busy")?;
-        let seen = vm["actual"].as_u64()? == Bytes::mib(320).0;
-        (seen && vm["verdict"].as_str()?.contains("was set, not by Ebb")).then_some(())
-    };
-    daemon.wait_for("Ebb to see that", PATIENCE, theirs).unwrap();
+    wait_vm(&daemon, "busy", "the operator's size", |vm| {
+        vm["actual"] == Bytes::mib(320).0
+            && vm["verdict"].as_str().is_some_and(|v| v.contains("was set, not by Ebb"))
+    });
     assert_eq!(size(&libvirtd, "busy"), Bytes::mib(320));
     virsh(&["setmem", "busy", "512M", "--live"]);
     wait_size(&libvirtd, "busy", |b| b == RAM);
@@ -318,10 +317,7 @@ fn vm_many_domains_of_libvirt_cost_little() {
     let dir = tempfile::tempdir().unwrap();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let daemon = start(&libvirtd, dir.path(), &names);
-    let all = |s: &Value| {
-        let up = |n: &&str| of(s, n).is_some_and(|v| v["link"]["state"] == "up");
-        names.iter().all(up).then_some(())
-    };
+    let all = |s: &Value| names.iter().all(|name| of(s, name)["link"]["state"] == "up");
     daemon.wait_for("all domains", PATIENCE, all).unwrap();
     std::thread::sleep(Duration::from_secs(5));
     let spent = |d: &Daemon| {
@@ -369,10 +365,7 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
         libvirtd.virsh(&[&args[..], &["--config"]].concat()).unwrap();
         Instant::now()
     };
-    let wait = |what: &str, is: &dyn Fn(&Value) -> bool| {
-        let is = |s: &Value| is(of(s, "meta")?).then_some(());
-        daemon.wait_for(what, PATIENCE, is).unwrap();
-    };
+    let wait = |what: &str, is: &dyn Fn(&Value) -> bool| wait_vm(&daemon, "meta", what, is);
     let bytes = |vm: &Value, key: &str| vm[key].as_u64().map(Bytes);
     let floor = |mib| move |vm: &Value| vm["floor"].as_u64() == Some(Bytes::mib(mib).0);
 
@@ -397,19 +390,12 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     assert!(says(&["status"]).contains("meta: set in its libvirt metadata: min 160 MiB"));
 
     wait_up(&daemon, "direct");
-    let all = |s: &Value| {
-        let floor = of(s, "direct")?["floor"].as_u64()?;
-        (floor == Bytes::mib(150).0).then_some(())
-    };
-    daemon.wait_for("the floor of one with a socket", PATIENCE, all).unwrap();
+    wait_vm(&daemon, "direct", "the floor of the metadata", floor(150));
     assert!(!asks_for_statistics(&libvirtd, "direct"), "not through libvirt");
     let args = ["metadata", "direct", "--uri", NAMESPACE, "--key", "ebb", "--live", "--set"];
     libvirtd.virsh(&[&args[..], &["<memory manage='no'/>"]].concat()).unwrap();
-    let alone = |s: &Value| {
-        let why = of(s, "direct")?["link"]["why"].as_str()?;
-        why.contains("not managed").then_some(())
-    };
-    daemon.wait_for("one with a socket to be left alone", PATIENCE, alone).unwrap();
+    let alone = |vm: &Value| vm["link"]["why"].as_str().is_some_and(|w| w.contains("not managed"));
+    wait_vm(&daemon, "direct", "a link that is left alone", alone);
 
     // A change is seen while both run.
     let at = set("<memory min='192MiB'/>");
@@ -442,7 +428,6 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     daemon.squeeze("meta", Bytes::mib(200)).unwrap();
     set("<memory manage='no'/>");
     wait_size(&libvirtd, "meta", |b| b == SMALL);
-    let alone = |vm: &Value| vm["link"]["why"].as_str().is_some_and(|w| w.contains("not managed"));
     wait("the domain that is left alone", &alone);
     assert!(!asks_for_statistics(&libvirtd, "meta"), "the interval is as it was");
     libvirtd.virsh(&["metadata", "meta", "--uri", NAMESPACE, "--remove", "--live"]).unwrap();

@@ -20,7 +20,7 @@ mod soak;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{JoinHandle, sleep};
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
@@ -28,10 +28,11 @@ use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Status};
 use ebb_host::agent::{Agent, AgentError};
 use ebb_host::qmp;
+use ebb_lab::Background;
 use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::{Image, Kernel};
 use ebb_lab::vm::{Backing, Vm, VmConfig, VmError};
 use serde_json::json;
 
@@ -65,10 +66,9 @@ impl Guest {
     /// One vCPU: the guests here boot, load and patch themselves all the time, which
     /// QEMU's translator survives only so.
     fn config(kernel: Kernel, dir: &Path) -> (VmConfig, PathBuf) {
-        let image = Image::get(&Cache::from_env(), kernel).unwrap();
         let mut config = VmConfig::new(unique("life"), Bytes::mib(512));
         config.kernel = kernel;
-        let socket = guest_stack::prepare(&mut config, &image, dir).unwrap();
+        let socket = guest_stack::prepare(&mut config, dir).unwrap();
         (config, socket)
     }
 
@@ -99,6 +99,13 @@ impl Guest {
         guest_stack::load(&self.vm).unwrap();
     }
 
+    /// Recycles from the moment on in which the agent uses the module's map.
+    fn recycle(&self) -> Recycling {
+        let recycling = Recycling::start(&self.vm, &self.socket);
+        recycling.wait_ready(&self.vm);
+        recycling
+    }
+
     /// Starts what checks its own memory until it is stopped.
     fn start_verify(&self, size: u64, arguments: &str) {
         let all = format!("size={size} seconds=100000 {arguments}");
@@ -115,7 +122,7 @@ impl Guest {
     /// Until so many more pages were checked, none of them wrong.
     fn verify_on(&self, more: u64) {
         let begun = self.verified();
-        let enough = |_: &Vm| (self.verified() > begun + more).then_some(());
+        let enough = |_: &Vm| self.verified() > begun + more;
         self.vm.wait_for("verify to go on", MINUTE, enough).unwrap();
     }
 
@@ -156,9 +163,8 @@ struct Seen {
 /// A thread that plays the daemon: recycles everything, without a pause, and
 /// tells the agent nothing of what becomes of the VM.
 struct Recycling {
-    quit: Arc<AtomicBool>,
     seen: Arc<Mutex<Seen>>,
-    thread: Option<JoinHandle<Agent>>,
+    thread: Background<Agent>,
 }
 
 impl Recycling {
@@ -172,10 +178,10 @@ impl Recycling {
     }
 
     fn go_on(mut agent: Agent) -> Recycling {
-        let (quit, seen) = (Arc::new(AtomicBool::new(false)), Arc::default());
-        let (their_quit, theirs) = (Arc::clone(&quit), Arc::clone(&seen));
-        let thread = std::thread::spawn(move || {
-            while !their_quit.load(SeqCst) {
+        let seen = Arc::default();
+        let theirs = Arc::clone(&seen);
+        let thread = Background::start(move |quit| {
+            while !quit.load(SeqCst) {
                 if let Err(e) = Recycling::once(&mut agent, &theirs) {
                     lock(&theirs).failure = Some(e.to_string());
                     break;
@@ -183,7 +189,7 @@ impl Recycling {
             }
             agent
         });
-        Recycling { quit, seen, thread: Some(thread) }
+        Recycling { seen, thread }
     }
 
     fn once(agent: &mut Agent, seen: &Mutex<Seen>) -> Result<(), AgentError> {
@@ -223,7 +229,7 @@ impl Recycling {
         let ready = |_: &Vm| {
             let seen = self.seen();
             assert_eq!(seen.failure, None, "{seen:?}");
-            (seen.status.state == AgentState::Ready).then_some(())
+            seen.status.state == AgentState::Ready
         };
         vm.wait_for("the agent to use the map", MINUTE, ready)
             .unwrap_or_else(|e| panic!("{e}\n{:?}", self.seen()));
@@ -236,23 +242,13 @@ impl Recycling {
 
     /// Until so much was recycled in all.
     fn wait_recycled(&self, vm: &Vm, goal: Bytes) {
-        vm.wait_for("recycling to go on", MINUTE, |_| (self.seen().recycled >= goal).then_some(()))
+        vm.wait_for("recycling to go on", MINUTE, |_| self.seen().recycled >= goal)
             .unwrap_or_else(|e| panic!("{e}\n{:?}", self.seen()));
     }
 
     /// Ends, and gives the connection back.
     fn stop(mut self) -> Agent {
-        self.quit.store(true, SeqCst);
-        self.thread.take().unwrap().join().unwrap()
-    }
-}
-
-impl Drop for Recycling {
-    fn drop(&mut self) {
-        self.quit.store(true, SeqCst);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        self.thread.end()
     }
 }
 

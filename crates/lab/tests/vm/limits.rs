@@ -5,8 +5,9 @@ use std::fs;
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside};
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::guest_stack;
 use ebb_lab::vm::{Balloon, Vm};
 use serde_json::Value;
 
@@ -25,9 +26,7 @@ fn actual(state: &Value, name: &str) -> Bytes {
 
 #[test]
 fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
-    let all =
-        ArenaConfig { budget: Some(Bytes::gib(64)), beside: Beside::AnyTest, ..Default::default() };
-    let arena = Arena::enter(&all).unwrap();
+    let arena = Arena::within(Bytes::gib(64), Beside::AnyTest).unwrap();
     let slice = arena.cgroup().unwrap().child("slice", LIMIT).unwrap();
     let beside = arena.cgroup().unwrap().child("beside", Bytes::gib(32)).unwrap();
     let start = |name: &str, dir: std::path::PathBuf| {
@@ -59,8 +58,7 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
     let limit = daemon.wait_for("two VMs that give", MINUTE, shrunk).unwrap();
     assert_eq!(limit["vms"], 2, "{limit}");
     assert_eq!(limit["capacity"], LIMIT.0, "{limit}");
-    let config = daemon.config();
-    let (_, text, error) = ebb::run(&["status", "--config", config.to_str().unwrap()]).unwrap();
+    let (_, text, error) = ebb::run_in(dir.path(), &["status"]).unwrap();
     println!("{text}{error}");
     assert!(text.contains("/slice, 2 VMs: "), "{text}{error}");
     assert!(text.contains("limit host, 3 VMs: clear, "), "{text}{error}");
@@ -99,21 +97,19 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
 /// costs its guest a process.
 #[test]
 fn vm_what_is_given_in_a_slice_without_swap_has_no_vm_killed() {
-    let all =
-        ArenaConfig { budget: Some(Bytes::gib(8)), beside: Beside::AnyTest, ..Default::default() };
-    let arena = Arena::enter(&all).unwrap();
+    let arena = Arena::within(Bytes::gib(8), Beside::AnyTest).unwrap();
     let slice = arena.cgroup().unwrap().child("slice", Bytes::gib(4)).unwrap();
     let names = ["gift1", "gift2"];
-    let mut vms = names.map(|name| {
+    let configs = names.map(|name| {
         let mut config = stock(name, RAM);
         config.cgroup = Some(slice.dir.clone());
         config.balloon = Some(Balloon { reporting: false, deflate_on_oom: false });
         config.translations = Bytes::mib(16);
-        Vm::spawn(&config).unwrap()
+        config
     });
+    let vms = guest_stack::boot(&configs).unwrap();
     // Some of their RAM is never touched, so that it is not seen what their QEMUs hold themselves.
-    for vm in &mut vms {
-        vm.wait_ready().unwrap();
+    for vm in &vms {
         vm.tool().start_ready("w", "hold", "size=314572800", MINUTE).unwrap();
         vm.tool().stop("w").unwrap();
     }
@@ -121,9 +117,7 @@ fn vm_what_is_given_in_a_slice_without_swap_has_no_vm_killed() {
     let dir = tempfile::tempdir().unwrap();
     let config = "reserve = \"200MiB\"\n[defaults]\nmin = \"48%\"\n";
     let daemon = Daemon::start(dir.path(), &names, config).unwrap();
-    let known = |s: &Value| {
-        names.iter().all(|name| of(s, name)["available"].as_u64().is_some()).then_some(())
-    };
+    let known = |s: &Value| names.iter().all(|name| of(s, name)["available"].as_u64().is_some());
     daemon.wait_for("statistics", MINUTE, known).unwrap();
     for (name, vm) in names.iter().zip(&vms) {
         slice.resize(Bytes::gib(4)).unwrap();

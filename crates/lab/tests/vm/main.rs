@@ -72,10 +72,35 @@ fn of<'a>(state: &'a Value, name: &str) -> &'a Value {
     vms.iter().find(|v| v["name"] == name).unwrap_or(&Value::Null)
 }
 
+/// What `verify` checked until now is what it wrote.
+fn stop_verify(vm: &Vm) {
+    let end = vm.tool().stop("v").unwrap();
+    assert!(end.u64("errors") == 0 && end.u64("checks") > 0, "{}: {end:?}", vm.name());
+}
+
+/// The same, and so is what `hold` holds.
+fn all_is_there(vm: &Vm) {
+    let held = vm.poked("h", 2 * MINUTE).unwrap();
+    assert!(held.u64("errors") == 0 && held.u64("checks") > 0, "{}: {held:?}", vm.name());
+    stop_verify(vm);
+}
+
 /// Waits until its balloon leaves the guest about so much.
 fn wait_size(vm: &Vm, size: Bytes) {
-    let there = |vm: &Vm| (vm.balloon().unwrap().abs_diff(size) <= Bytes::mib(1)).then_some(());
+    let there = |vm: &Vm| vm.balloon().unwrap().abs_diff(size) <= Bytes::mib(1);
     vm.wait_for(&format!("its balloon to leave {size}"), MINUTE, there).unwrap();
+}
+
+/// `ebb` with the configuration that lies in `dir` does what it is told; what it says.
+fn ebb_says(dir: &Path, args: &[&str]) -> String {
+    let (code, out, err) = ebb_lab::ebb::run_in(dir, args).unwrap();
+    assert_eq!(code, 0, "ebb {args:?}: {out}{err}");
+    out
+}
+
+/// Waits until it is done; `said` is what is told where it does not come to that.
+fn wait_until(done: impl FnMut() -> bool, said: impl Fn() -> String) {
+    ebb_lab::poll(MINUTE, done).unwrap_or_else(|| panic!("{}", said()));
 }
 
 /// The record that a daemon left there is decided again to the same plans.

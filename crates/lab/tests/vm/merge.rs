@@ -27,14 +27,14 @@ use ebb_host::scan::random_key;
 use ebb_host::sys::{Range, pagemap_scan};
 use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside};
-use ebb_lab::ebb::{Daemon, run};
+use ebb_lab::ebb::{Daemon, run_in};
 use ebb_lab::ground_truth::Truth;
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
 
-use crate::MINUTE;
+use crate::{MINUTE, all_is_there, ebb_says, stop_verify};
 
 const KNOBS: [&str; 5] =
     ["run", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
@@ -58,22 +58,17 @@ fn held_with(config: ArenaConfig) -> Arena {
 
 /// With `agents`, the agent's sockets there and the module in each guest.
 fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
-    let start = |(name, kernel): &(&str, Kernel)| {
+    let config = |(name, kernel): &(&str, Kernel)| {
         let mut config = VmConfig::new(*name, Bytes::mib(224));
         config.kernel = *kernel;
         if let Some(dir) = agents {
-            let image = Image::get(&Cache::from_env(), *kernel).unwrap();
-            guest_stack::prepare(&mut config, &image, dir).unwrap();
+            guest_stack::prepare(&mut config, dir).unwrap();
         }
-        Vm::spawn(&config).unwrap()
+        config
     };
-    let mut vms: Vec<Vm> = names.iter().map(start).collect();
-    for (n, vm) in vms.iter_mut().enumerate() {
-        vm.wait_ready().unwrap();
+    let vms = guest_stack::boot(&names.iter().map(config).collect::<Vec<_>>()).unwrap();
+    for (n, vm) in vms.iter().enumerate() {
         let tool = vm.tool();
-        if agents.is_some() {
-            guest_stack::load(vm).unwrap();
-        }
         // Memory that moves by itself is no matter of this test.
         tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();
         tool.start_ready("v", "verify", "size=8388608 seconds=86400", MINUTE).unwrap();
@@ -85,23 +80,18 @@ fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
 }
 
 /// Each VM by its name in this group; others on this machine are not looked at.
-fn config(dir: &Path, groups: &[(&str, &str)]) -> String {
-    let file = dir.join("ebb.toml");
+fn configure(dir: &Path, groups: &[(&str, &str)]) {
     let vm = |(name, group): &(&str, &str)| {
         format!("[vm.{name}]\nuser = \"root\"\ngroup = \"{group}\"\n")
     };
     let text =
         "[host]\nvms = \"listed\"\n".to_string() + &groups.iter().map(vm).collect::<String>();
-    std::fs::write(&file, text).unwrap();
-    file.to_str().unwrap().to_string()
+    std::fs::write(dir.join("ebb.toml"), text).unwrap();
 }
 
-fn report(config: &str, more: &[&str]) -> Value {
-    let mut args = vec!["merge", "report", "--config", config, "--json", "--hurry"];
-    args.extend(more);
-    let (code, out, err) = run(&args).unwrap();
-    assert_eq!(code, 0, "{err}");
-    serde_json::from_str(&out).unwrap()
+fn report(dir: &Path, more: &[&str]) -> Value {
+    let said = ebb_says(dir, &[&["merge", "report", "--json", "--hurry"], more].concat());
+    serde_json::from_str(&said).unwrap()
 }
 
 fn bytes(v: &Value) -> Bytes {
@@ -118,10 +108,10 @@ fn vm_a_report_says_what_every_page_read_one_by_one_says() {
     let _arena = Arena::beside(Beside::Tests).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1), ("mg3", Kernel::V6_12)], None);
-    let config = config(dir.path(), &[("mg1", "a"), ("mg2", "a"), ("mg3", "b")]);
+    configure(dir.path(), &[("mg1", "a"), ("mg2", "a"), ("mg3", "b")]);
     vms.iter().for_each(|vm| vm.pause().unwrap());
     let truth = Truth::of(&pids(&vms)).unwrap();
-    let said = report(&config, &["--full"]);
+    let said = report(dir.path(), &["--full"]);
     let scan = &said["scan"];
     println!(
         "{truth:?}: ideal {}, said {}; {:.2} GB/s a core, {} of table for {} read",
@@ -137,7 +127,7 @@ fn vm_a_report_says_what_every_page_read_one_by_one_says() {
     assert!(bytes(&said["split"]["between"]) > Bytes::mib(24), "{said:#}");
     assert!(bytes(&said["split"]["across"]) > Bytes::mib(8), "{said:#}");
     // One VM alone has no neighbours.
-    let alone = report(&config, &["--full", "mg1"]);
+    let alone = report(dir.path(), &["--full", "mg1"]);
     let own = Truth::of(&[vms[0].pid()]).unwrap();
     assert!(everything(&alone).abs_diff(own.ideal()) <= own.ideal().share(0.01), "{alone:#}");
     assert_eq!(bytes(&alone["split"]["between"]) + bytes(&alone["split"]["across"]), Bytes::ZERO);
@@ -191,8 +181,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     assert!(other["open"] == true, "{}", daemon.log());
     assert!(daemon.log().contains("mg1: out of KSM: its merged pages are written"));
     for vm in &vms {
-        let v = vm.tool().stop("v").unwrap();
-        assert!(v.u64("errors") == 0 && v.u64("checks") > 0, "{}: {v:?}", vm.name());
+        stop_verify(vm);
     }
     assert_ne!(knobs(), before);
     assert!(daemon.stop(), "ends well");
@@ -201,7 +190,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
 
     // A crash leaves it to the next start.
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
-    let stopped = |_: &Value| (knob("run") != before[0]).then_some(());
+    let stopped = |_: &Value| knob("run") != before[0];
     daemon.wait_for("KSM's own run to end", MINUTE, stopped).unwrap();
     daemon.crash();
     assert_ne!(knobs(), before);
@@ -215,11 +204,11 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
 /// at merged memory would break a merge of every content.
 fn looking_breaks_no_merge(dir: &Path, vms: &[Vm]) {
     let looks = tempfile::tempdir_in(dir).unwrap();
-    let config = config(looks.path(), &[("mg1", "default"), ("mg2", "default")]);
+    configure(looks.path(), &[("mg1", "default"), ("mg2", "default")]);
     vms.iter().for_each(|vm| vm.pause().unwrap());
     let before = Truth::of(&pids(vms)).unwrap();
     for _ in 0..2 {
-        report(&config, &["--full"]);
+        report(looks.path(), &["--full"]);
     }
     let after = Truth::of(&pids(vms)).unwrap();
     vms.iter().for_each(|vm| vm.resume().unwrap());
@@ -238,24 +227,18 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], Some(agents.path()));
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
     let all = |state: &Value, has: &dyn Fn(&Value) -> bool| {
-        state["vms"].as_array().is_some_and(|vms| vms.iter().all(has)).then_some(())
+        state["vms"].as_array().is_some_and(|vms| vms.iter().all(has))
     };
     let number = |v: &Value| v.as_u64().unwrap_or(0);
-    daemon
-        .wait_for("merged ranges", 3 * MINUTE, |state| {
-            all(state, &|v| number(&v["agent"]["open"]) > 0)?;
-            merged(state).iter().all(|pages| *pages > 6000).then_some(())
-        })
-        .unwrap();
+    let open = |state: &Value| all(state, &|v| number(&v["agent"]["open"]) > 0);
+    let merges = |state: &Value| open(state) && merged(state).iter().all(|pages| *pages > 6000);
+    daemon.wait_for("merged ranges", 3 * MINUTE, merges).unwrap();
     // Scans of what is merged close none of it: neither would its merges survive that.
     let full = |state: &Value| state["host"]["merge"]["scan"]["number"].as_u64();
     let (first, scans) = (truth(&vms), full(&daemon.get("/v1/state").unwrap()).unwrap());
-    daemon
-        .wait_for("two more scans", 3 * MINUTE, |state| {
-            let rests = state["host"]["ksm"]["run"] == 0;
-            full(state).filter(|n| rests && *n >= scans + 2)
-        })
-        .unwrap();
+    let two_more =
+        |s: &Value| s["host"]["ksm"]["run"] == 0 && full(s).is_some_and(|n| n >= scans + 2);
+    daemon.wait_for("two more scans", 3 * MINUTE, two_more).unwrap();
     let later = truth(&vms);
     println!("{first:?}, two scans later {later:?}");
     let state = daemon.get("/v1/state").unwrap();
@@ -280,8 +263,7 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
         let (merged, again) = (merged(&state)[i], recycled(&state)[i]);
         println!("{}: {} open, {merged} pages merged, {again} recycled", vm.name(), Bytes(open));
         assert!(open < vm.memory().0, "never as a whole");
-        let v = vm.tool().stop("v").unwrap();
-        assert!(v.u64("errors") == 0 && v.u64("checks") > 0, "{}: {v:?}", vm.name());
+        stop_verify(vm);
     }
     assert!(!daemon.log().contains("out of KSM"), "{}", daemon.log());
     // At the daemon's end what is merged stays so, and the next one goes on with it.
@@ -290,14 +272,11 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     assert!(daemon.stop());
     let after = Truth::of(&pids(&vms)).unwrap();
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
-    daemon
-        .wait_for("ranges again", MINUTE, |state| all(state, &|v| number(&v["agent"]["open"]) > 0))
-        .unwrap();
+    daemon.wait_for("ranges again", MINUTE, open).unwrap();
     let again = Truth::of(&pids(&vms)).unwrap();
     println!("{before:?}, its end: {after:?}, the next: {again:?}");
-    daemon
-        .wait_for("what QEMU itself holds", MINUTE, |s| all(s, &|v| number(&v["vmm"]) > 0))
-        .unwrap();
+    let counted = |s: &Value| all(s, &|v| number(&v["vmm"]) > 0);
+    daemon.wait_for("what QEMU itself holds", MINUTE, counted).unwrap();
     let state = daemon.get("/v1/state").unwrap();
     state["vms"].as_array().unwrap().iter().for_each(what_qemu_itself_holds_is_right);
     for later in [after, again] {
@@ -440,17 +419,6 @@ fn mapped(vm: &Vm) -> KsmState {
 
 fn open(vm: &Vm) -> bool {
     mapped(vm).open
-}
-
-/// What guests hold and what they write all the time is what they wrote.
-fn all_is_there(vms: &[Vm]) {
-    for vm in vms {
-        let held = vm.poked("h", 2 * MINUTE).unwrap();
-        let live = vm.tool().stop("v").unwrap();
-        for said in [&held, &live] {
-            assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
-        }
-    }
 }
 
 fn pids(vms: &[Vm]) -> Vec<u32> {

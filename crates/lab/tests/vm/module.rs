@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::guest::{ToolError, escape};
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::{Image, Kernel};
 use ebb_lab::vm::{Balloon, Vm, VmConfig, VmError};
 use ebb_lab::{guest_stack, in_pairs};
 
@@ -51,7 +51,7 @@ type Numbers = BTreeMap<String, u64>;
 
 impl Guest {
     fn boot(kernel: Kernel, faults: bool, change: impl FnOnce(&mut VmConfig)) -> Guest {
-        let image = Image::get(&Cache::from_env(), kernel).unwrap();
+        let image = Image::get(kernel).unwrap();
         let module = guest_stack::module(&image, faults).unwrap();
         let dir = tempfile::tempdir().unwrap();
         fs::copy(module, dir.path().join("ebb.ko")).unwrap();

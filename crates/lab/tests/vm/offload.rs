@@ -1,8 +1,6 @@
 //! Paging out on a real VM: what it holds leaves DRAM for swap, and is all there
 //! when it is read again.
 
-use std::time::{Duration, Instant};
-
 use ebb_core::plan::Plan;
 use ebb_core::sample::VmId;
 use ebb_core::task::{OffloadOrder, Orders};
@@ -11,6 +9,7 @@ use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::process::{read_stat, read_status};
 use ebb_host::root::Root;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
+use ebb_lab::poll;
 use ebb_lab::vm::Vm;
 
 use crate::{MINUTE, stock};
@@ -39,14 +38,7 @@ fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {
     let order = OffloadOrder { vm: id, name, bytes, reason };
     let orders = Orders { offload: vec![order], ..Orders::default() };
     host.start(&Plan { orders, ..Plan::default() });
-    let until = Instant::now() + MINUTE;
-    let said = loop {
-        let said = said(&mut host).unwrap();
-        if !said.busy || Instant::now() > until {
-            break said;
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    };
+    let said = poll(MINUTE, || said(&mut host).filter(|said| !said.busy)).unwrap();
     let after = read_status(&root, id.pid).unwrap().unwrap();
     println!(
         "{said:?}, swap {} → {}, resident {} → {}",
@@ -55,7 +47,7 @@ fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {
         before.resident(),
         after.resident()
     );
-    assert_eq!((said.error.as_deref(), said.busy), (None, false));
+    assert_eq!(said.error, None);
     // A piece more than was ordered may go; the guest reads back what it touches.
     assert!(said.paged_out >= Bytes::mib(16) && said.paged_out <= Bytes::mib(80), "{said:?}");
     assert!(after.swap > before.swap, "{after:?}");

@@ -5,16 +5,15 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::ebb::Daemon;
 use ebb_lab::vm::{Balloon, Vm};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{MINUTE, signal, stock, wait_size};
+use crate::{MINUTE, ebb_says, signal, stock, wait_size, wait_until};
 
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);
@@ -34,7 +33,7 @@ fn boot(name: &str, deflate_on_oom: bool) -> Vm {
 fn ticks(daemon: &Daemon, more: u64) {
     let tick = |s: &Value| s["tick"].as_u64().unwrap_or(0);
     let was = tick(&daemon.get("/v1/state").unwrap());
-    daemon.wait_for("ticks", MINUTE, |s| (tick(s) >= was + more).then_some(())).unwrap();
+    daemon.wait_for("ticks", MINUTE, |s| tick(s) >= was + more).unwrap();
 }
 
 /// What the state file names.
@@ -56,8 +55,7 @@ fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
     }
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &names, "").unwrap();
-    let told =
-        |s: &Value| (0..2).all(|i| s["vms"][i]["available"].as_u64().is_some()).then_some(());
+    let told = |s: &Value| (0..2).all(|i| s["vms"][i]["available"].as_u64().is_some());
     daemon.wait_for("statistics", MINUTE, told).unwrap();
     ticks(&daemon, TICKS);
     for size in [RAM, Bytes::mib(200), Bytes::mib(400)] {
@@ -88,15 +86,13 @@ fn vm_a_qemu_that_hangs_when_ebb_stops_stays_owed_until_it_answers() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), &["hangs"], "").unwrap();
     daemon.squeeze("hangs", SQUEEZED).unwrap();
-    let config = daemon.config();
     signal(vm.pid(), Signal::STOP);
-    let slow = |s: &Value| (s["vms"][0]["link"]["state"] == "slow").then_some(());
+    let slow = |s: &Value| s["vms"][0]["link"]["state"] == "slow";
     daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
-    assert_eq!(daemon.stop_code(), Some(2), "something is left");
+    assert_eq!(daemon.end().0, Some(2), "something is left");
     assert_eq!(owed(dir.path()), ["hangs"]);
     signal(vm.pid(), Signal::CONT);
-    let (code, out, err) = ebb::run(&["release", "--config", config.to_str().unwrap()]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    ebb_says(dir.path(), &["release"]);
     wait_size(&vm, RAM);
     assert!(owed(dir.path()).is_empty());
 }
@@ -108,13 +104,13 @@ fn vm_an_order_that_a_paused_guest_has_not_followed_is_taken_back() {
     let daemon = Daemon::start(dir.path(), &["sleeps"], "").unwrap();
     daemon.squeeze("sleeps", SQUEEZED).unwrap();
     vm.pause().unwrap();
-    assert_eq!(daemon.stop_code(), Some(2), "a guest that does not run follows no order");
+    assert_eq!(daemon.end().0, Some(2), "a guest that does not run follows no order");
     assert_eq!(owed(dir.path()), ["sleeps"]);
     vm.resume().unwrap();
     wait_size(&vm, RAM);
     let daemon = Daemon::start(dir.path(), &["sleeps"], "").unwrap();
     ticks(&daemon, 2);
-    assert_eq!(daemon.stop_code(), Some(0));
+    assert_eq!(daemon.end().0, Some(0));
     assert!(owed(dir.path()).is_empty());
 }
 
@@ -133,20 +129,14 @@ fn vm_a_reload_gives_nothing_back_and_a_bad_configuration_is_not_taken() {
     write("[vm.reload]\nmin = \"much\"\n");
     daemon.reload();
     // Not by its socket: what is replaced may drop a connection that it has not answered.
-    let said = |words: &str| {
-        let until = Instant::now() + MINUTE;
-        while !daemon.log().contains(words) {
-            assert!(Instant::now() < until, "{words}: {}", daemon.log());
-            std::thread::sleep(Duration::from_millis(100));
-        }
-    };
+    let said = |words: &str| wait_until(|| daemon.log().contains(words), || daemon.log());
     said("going on as before");
     ticks(&daemon, 2);
 
     write("[vm.reload]\nweight = 2\nmin = \"200MiB\"\n");
     daemon.reload();
     said("begun anew");
-    let floor = |s: &Value| (s["vms"][0]["floor"] == json!(200u64 << 20)).then_some(());
+    let floor = |s: &Value| s["vms"][0]["floor"] == json!(200u64 << 20);
     daemon.wait_for("the new floor", MINUTE, floor).unwrap();
     assert_eq!(daemon.get("/v1/state").unwrap()["daemon"]["pid"], pid);
     ticks(&daemon, TICKS);
@@ -157,7 +147,7 @@ fn vm_a_reload_gives_nothing_back_and_a_bad_configuration_is_not_taken() {
     write("[vm.reload]\nmanage = false\n");
     daemon.reload();
     wait_size(&vm, RAM);
-    daemon.wait_for("nothing owed", MINUTE, |_| owed(dir.path()).is_empty().then_some(())).unwrap();
+    daemon.wait_for("nothing owed", MINUTE, |_| owed(dir.path()).is_empty()).unwrap();
     assert!(daemon.stop());
     wait_size(&vm, RAM);
 }
@@ -193,12 +183,12 @@ fn vm_a_vm_that_is_saved_takes_all_its_memory_when_it_is_restored() {
     vm.qmp("migrate", Some(json!({ "uri": uri }))).unwrap();
     let saved = |vm: &Vm| {
         let said = vm.qmp("query-migrate", None).unwrap();
-        (said["status"] == "completed").then_some(())
+        said["status"] == "completed"
     };
     vm.wait_for("the end of the save", MINUTE, saved).unwrap();
     assert!(vm.balloon().unwrap() <= SQUEEZED, "it did not run meanwhile");
     vm.kill();
-    daemon.wait_for("nothing owed", MINUTE, |_| owed(dir.path()).is_empty().then_some(())).unwrap();
+    daemon.wait_for("nothing owed", MINUTE, |_| owed(dir.path()).is_empty()).unwrap();
     assert!(daemon.stop());
 
     let mut config = stock("restored", RAM);
@@ -207,7 +197,7 @@ fn vm_a_vm_that_is_saved_takes_all_its_memory_when_it_is_restored() {
     let vm = Vm::spawn(&config).unwrap();
     let loaded = |vm: &Vm| {
         let status = vm.qmp("query-status", None).unwrap()["status"].clone();
-        (status != "inmigrate").then_some(())
+        status != "inmigrate"
     };
     vm.wait_for("the restored VM", MINUTE, loaded).unwrap();
     vm.resume().unwrap();

@@ -1,18 +1,16 @@
 //! What a balloon takes in pieces out of huge pages is the host's, by its own counters.
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside};
-use ebb_lab::ebb::{Daemon, run};
+use ebb_lab::arena::{Arena, Beside};
+use ebb_lab::ebb::Daemon;
 use ebb_lab::vm::{Balloon, Vm};
 use serde_json::Value;
 
-use crate::{MINUTE, replays, stock};
+use crate::{MINUTE, all_is_there, ebb_says, replays, stock};
 
 #[test]
 fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
-    let budget = Some(Bytes::gib(3));
-    let beside = Beside::AnyTest;
-    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
+    let arena = Arena::within(Bytes::gib(3), Beside::AnyTest).unwrap();
     let cgroup = arena.cgroup().unwrap();
     let mut config = stock("partial_thp", Bytes::mib(640));
     config.balloon = Some(Balloon { reporting: true, deflate_on_oom: true });
@@ -41,14 +39,8 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     println!("cgroup {before} → {after}, {}", state["vms"][0]["partial_thp"]);
     // Less what the balloon took outside of them: the proof is the host's own counter.
     assert!(before - after >= Bytes::mib(64), "{before} → {after}");
-    tool.poke("h").unwrap();
-    let held = tool.wait_event("h", "progress", 2 * MINUTE).unwrap();
-    let live = tool.stop("v").unwrap();
-    for said in [&held, &live] {
-        assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{said:?}");
-    }
-    let config = daemon.config();
-    let explain = run(&["explain", "partial_thp", "--config", config.to_str().unwrap()]).unwrap().1;
+    all_is_there(&vm);
+    let explain = ebb_says(dir.path(), &["explain", "partial_thp"]);
     assert!(explain.contains("huge pages split"), "{explain}");
     assert!(
         daemon

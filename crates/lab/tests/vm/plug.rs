@@ -6,20 +6,20 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ebb_core::units::Bytes;
 use ebb_host::agent::Agent;
 use ebb_lab::agent_requests::Requests as _;
 use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::ebb::{Daemon, run_in};
 use ebb_lab::experiment::stage::write_noise;
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Backing, Vm};
 use serde_json::{Value, json};
 
-use crate::{MINUTE, stock, unique};
+use crate::{MINUTE, ebb_says, stock, stop_verify, unique, wait_until};
 
 /// Here some process, init of this machine perhaps, may not let anybody see what it maps.
 const PRIVATE: &str = "[defaults]\nprivate_ram = true\n";
@@ -47,11 +47,7 @@ impl Backend {
             .stdin(Stdio::null())
             .spawn()
             .unwrap();
-        let until = Instant::now() + MINUTE;
-        while !socket.exists() {
-            assert!(Instant::now() < until, "the storage daemon does not listen");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_until(|| socket.exists(), || "the storage daemon does not listen".into());
         Backend { child, socket, disk }
     }
 
@@ -81,12 +77,10 @@ impl Drop for Backend {
 /// A guest of shared memory with module and agent.
 fn boot(dir: &Path) -> (Arena, Vm, PathBuf) {
     let arena = Arena::beside(Beside::AnyTest).unwrap();
-    let image = Image::get(&Cache::from_env(), Kernel::V6_12).unwrap();
     let mut config = stock(&unique("plug"), Bytes::mib(512));
     (config.kernel, config.backing) = (Kernel::V6_12, Backing::Memfd);
-    let socket = guest_stack::prepare(&mut config, &image, dir).unwrap();
-    let vm = Vm::start(&config).unwrap();
-    guest_stack::load(&vm).unwrap();
+    let socket = guest_stack::prepare(&mut config, dir).unwrap();
+    let vm = guest_stack::boot(&[config]).unwrap().remove(0);
     (arena, vm, socket)
 }
 
@@ -124,8 +118,7 @@ fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
         reader.join().unwrap()
     });
     assert_eq!(wrong, 0);
-    let end = vm.tool().stop("v").unwrap();
-    assert_eq!(end.u64("errors"), 0, "{end:?}");
+    stop_verify(&vm);
     let why = daemon.vm(vm.name()).unwrap()["agent"]["why"].to_string();
     assert!(why.contains("vhost-user"), "{why}");
     // Plugged out, the agent works again.
@@ -186,15 +179,14 @@ fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
     assert_eq!(wires.map(pin), [true, true]);
     let aside = |s: &Value| {
         let why = s["vms"][0]["agent"]["why"].to_string();
-        why.contains("VFIO").then_some(())
+        why.contains("VFIO")
     };
     daemon.wait_for("the agent to stand aside", MINUTE, aside).unwrap();
     vm.qmp("chardev-remove", Some(json!({ "id": "group" }))).unwrap();
     drop(node);
     daemon.wait_for_tier("guest").unwrap();
     assert_eq!(wires.map(pin), [false, false]);
-    let end = vm.tool().stop("v").unwrap();
-    assert_eq!(end.u64("errors"), 0, "{end:?}");
+    stop_verify(&vm);
     assert!(daemon.stop());
 }
 
@@ -205,13 +197,7 @@ fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
     let (_arena, vm, socket) = boot(dir.path());
     let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
     daemon.wait_for_tier("guest").unwrap();
-    let config = daemon.config();
-    let run = |words: &[&str]| {
-        let all = [words, &["--config", config.to_str().unwrap()]].concat();
-        ebb::run(&all).unwrap()
-    };
-    let (code, out, err) = run(&["hands-off", vm.name(), "--for", "5min"]);
-    assert_eq!(code, 0, "{out}{err}");
+    ebb_says(dir.path(), &["hands-off", vm.name(), "--for", "5min"]);
     // The agent is free: it would serve another daemon now, and guards nothing.
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid())).unwrap();
     assert!(!maps.lines().any(|l| l.starts_with("VmFlags:") && l.contains(" uw")));
@@ -226,12 +212,11 @@ fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
     // It holds for a daemon that is killed in between.
     daemon.crash();
     let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
-    let held = |s: &Value| (s["vms"][0]["hands_off"]["done"] == true).then_some(());
+    let held = |s: &Value| s["vms"][0]["hands_off"]["done"] == true;
     daemon.wait_for("hands off", MINUTE, held).unwrap();
-    let (code, out, err) = run(&["hands-on", vm.name()]);
-    assert_eq!(code, 0, "{out}{err}");
+    ebb_says(dir.path(), &["hands-on", vm.name()]);
     daemon.wait_for_tier("guest").unwrap();
-    let (code, _, err) = run(&["hands-off", "nobody"]);
+    let (code, _, err) = run_in(dir.path(), &["hands-off", "nobody"]).unwrap();
     assert!(code != 0 && err.contains("nobody"), "{err}");
     assert!(daemon.stop());
 }

@@ -11,8 +11,8 @@ use ebb_core::units::Bytes;
 use ebb_core::wire::{AgentState, HugePages, Recycle, Recycled};
 use ebb_host::agent::Agent;
 use ebb_lab::agent_requests::Requests as _;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside, MemoryCgroup};
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::arena::{Arena, Beside, MemoryCgroup};
+use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Backing, Vm, VmConfig};
 use ebb_lab::{guest_stack, in_pairs};
 
@@ -53,25 +53,15 @@ impl Guest {
         faults: &str,
         change: impl FnOnce(&mut VmConfig),
     ) -> Guest {
-        let image = Image::get(&Cache::from_env(), kernel).unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let socket = dir.path().join("agent");
         let cgroup = arena.cgroup().expect("the arena has a budget").clone();
         let stress = dir.path().join("stress");
         std::fs::write(&stress, STRESS).unwrap();
         let mut config = VmConfig::new(format!("recycle-{kernel}"), Bytes::gib(1));
         (config.kernel, config.cpus, config.backing) = (kernel, 2, backing);
         config.cgroup = Some(cgroup.dir.clone());
-        config.files = vec![
-            ("ebb.ko".into(), guest_stack::module(&image, false).unwrap()),
-            ("stress".into(), stress),
-        ];
-        let argument = format!(
-            "file={},socket={}",
-            guest_stack::plugin().unwrap().display(),
-            socket.display()
-        );
-        config.args = vec!["-plugin".into(), argument];
+        let socket = guest_stack::prepare(&mut config, dir.path()).unwrap();
+        config.files.push(("stress".into(), stress));
         if !faults.is_empty() {
             guest_stack::leave_out(&mut config, faults).unwrap();
         }
@@ -101,15 +91,7 @@ impl Guest {
     }
 
     fn ready(&mut self) {
-        let until = Instant::now() + MINUTE;
-        loop {
-            let status = self.agent.status(false, SOON).unwrap();
-            if status.state == AgentState::Ready {
-                return;
-            }
-            assert!(Instant::now() < until, "{status:?}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        self.agent.wait_ready(MINUTE).unwrap();
     }
 
     /// Everything, at most a second long.
@@ -183,8 +165,7 @@ impl Guest {
 
 /// The machine, for tests that start VMs.
 fn held() -> Arena {
-    let budget = Some(Bytes::gib(4));
-    Arena::enter(&ArenaConfig { budget, beside: Beside::Tests, ..Default::default() }).unwrap()
+    Arena::within(Bytes::gib(4), Beside::Tests).unwrap()
 }
 
 #[test]
@@ -335,7 +316,7 @@ fn vm_resets_during_recycling_lose_nothing() {
 fn vm_a_daemon_that_goes_leaves_nothing_behind() {
     let arena = held();
     let mut guest = Guest::boot(&arena, Kernel::V6_1, Backing::Anonymous, "");
-    let path = guest.dir.path().join("agent");
+    let path = guest.dir.path().join(format!("{}.agent", guest.vm.name()));
     for _ in 0..3 {
         guest.attach();
         guest.ready();

@@ -2,21 +2,20 @@
 //! it, and no command of the manager fails or waits long.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::thread::JoinHandle;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
 use ebb_host::qmp::{Client, QmpError};
 use ebb_host::qmp_balloon::{self, INTERVAL};
+use ebb_lab::Background;
 use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::ebb::Daemon;
 use ebb_lab::vm::Vm;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{MINUTE, of, signal, stock};
+use crate::{MINUTE, ebb_says, of, signal, stock};
 
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);
@@ -28,25 +27,20 @@ const SLEEP: Duration = Duration::from_millis(100);
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// A manager that asks its VM all the time, each time over a connection of its own.
-struct Manager {
-    stop: Arc<AtomicBool>,
-    thread: JoinHandle<Vec<Result<Duration, String>>>,
-}
+struct Manager(Background<Vec<Result<Duration, String>>>);
 
 impl Manager {
     fn start(socket: PathBuf) -> Manager {
-        let stop = Arc::new(AtomicBool::new(false));
-        let theirs = Arc::clone(&stop);
         let commands = [
             ("query-status", None),
             ("query-balloon", None),
             ("qom-get", Some(qmp_balloon::get(BALLOON, qmp_balloon::STATS))),
             ("query-version", None),
         ];
-        let thread = std::thread::spawn(move || {
+        Manager(Background::start(move |quit| {
             let mut waits = Vec::new();
             for (command, arguments) in commands.iter().cycle() {
-                if theirs.load(Relaxed) {
+                if quit.load(Relaxed) {
                     break;
                 }
                 let begun = Instant::now();
@@ -55,15 +49,13 @@ impl Manager {
                 std::thread::sleep(Duration::from_millis(20));
             }
             waits
-        });
-        Manager { stop, thread }
+        }))
     }
 
     /// What went wrong, and how long its commands took, sorted.
-    fn end(self) -> (Vec<String>, Vec<Duration>) {
-        self.stop.store(true, Relaxed);
+    fn end(mut self) -> (Vec<String>, Vec<Duration>) {
         let (mut failed, mut waits) = (Vec::new(), Vec::new());
-        for said in self.thread.join().unwrap() {
+        for said in self.0.end() {
             match said {
                 Ok(wait) => waits.push(wait),
                 Err(why) => failed.push(why),
@@ -106,7 +98,7 @@ fn start(name: &str, id: u32) -> Vm {
 }
 
 fn is(vm: &Vm, what: &str, is: impl Fn(Bytes) -> bool) {
-    let there = |vm: &Vm| is(vm.balloon().unwrap()).then_some(());
+    let there = |vm: &Vm| is(vm.balloon().unwrap());
     vm.wait_for(what, MINUTE, there).unwrap();
 }
 
@@ -117,7 +109,7 @@ fn interval(vm: &Vm) -> u64 {
 fn wait_up(daemon: &Daemon, name: &str) {
     let up = |s: &Value| {
         let vm = of(s, name);
-        (vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()).then_some(())
+        vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()
     };
     daemon.wait_for("its statistics", MINUTE, up).unwrap();
 }
@@ -154,11 +146,9 @@ fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fai
     let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
     wait_up(&daemon, "vm100");
     daemon.squeeze("vm100", SQUEEZED).unwrap();
-    let config = daemon.config();
     daemon.crash();
     assert!(vm.balloon().unwrap() <= SQUEEZED);
-    let (code, out, err) = ebb::run(&["release", "--config", config.to_str().unwrap()]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    ebb_says(dir.path(), &["release"]);
     is(&vm, "all that it is owed after a crash", |size| size == RAM);
 
     let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
@@ -189,9 +179,8 @@ fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_st
     let daemon = Daemon::start(dir.path(), &["vm101"], "").unwrap();
     wait_up(&daemon, "vm101");
     daemon.squeeze("vm101", SQUEEZED).unwrap();
-    let config = daemon.config();
     signal(vm.pid(), Signal::STOP);
-    let slow = |s: &Value| (of(s, "vm101")["link"]["state"] == "slow").then_some(());
+    let slow = |s: &Value| of(s, "vm101")["link"]["state"] == "slow";
     daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
     std::thread::sleep(Duration::from_secs(3));
     let path = vm.qmp_path().display().to_string();
@@ -199,10 +188,9 @@ fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_st
     // State 02: not accepted.
     let waiting = |l: &&str| l.ends_with(&path) && l.split_ascii_whitespace().nth(5) == Some("02");
     assert_eq!(all.lines().filter(waiting).count(), 1, "{all}");
-    assert_eq!(daemon.stop_code(), Some(2), "something is left");
+    assert_eq!(daemon.end().0, Some(2), "something is left");
     signal(vm.pid(), Signal::CONT);
     ask(&vm.qmp_path(), "query-status", None).unwrap();
-    let (code, out, err) = ebb::run(&["release", "--config", config.to_str().unwrap()]).unwrap();
-    assert_eq!(code, 0, "{out}{err}");
+    ebb_says(dir.path(), &["release"]);
     is(&vm, "all that it is owed", |size| size == RAM);
 }

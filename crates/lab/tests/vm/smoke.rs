@@ -17,7 +17,7 @@ use ebb_lab::image::Kernel;
 use ebb_lab::sampler::Sampler;
 use ebb_lab::vm::{Accel, Backing, Balloon, Vm, VmConfig, VmError};
 
-use crate::MINUTE;
+use crate::{MINUTE, wait_until};
 
 const KSM_SLEEP: &str = "/sys/kernel/mm/ksm/sleep_millisecs";
 
@@ -46,7 +46,7 @@ fn vm_both_kernels_boot_and_keep_their_memory() {
         assert_eq!(end.u64("errors"), 0, "{end:?}");
         assert!(end.u64("checks") > 1000, "{end:?}");
         vm.set_balloon(Bytes::mib(160)).unwrap();
-        let small = |vm: &Vm| (vm.balloon().unwrap() == Bytes::mib(160)).then_some(());
+        let small = |vm: &Vm| vm.balloon().unwrap() == Bytes::mib(160);
         vm.wait_for("the balloon to fill", MINUTE, small).unwrap();
     }
 }
@@ -193,11 +193,7 @@ fn vm_that_dies_is_lost_and_not_a_failure() {
     let VmError::Lost { why, .. } = lost else { panic!("{lost:?}") };
     assert!(why.contains("panic") || why.contains("Oops"), "{why}");
     // What it says after the reset would be the next kernel's words.
-    let until = Instant::now() + MINUTE;
-    while !vm.console().contains("---[ end Kernel panic") {
-        assert!(Instant::now() < until, "{}", vm.console());
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_until(|| vm.console().contains("---[ end Kernel panic"), || vm.console());
     vm.reset().unwrap();
     vm.wait_ready().unwrap();
 }
@@ -212,7 +208,7 @@ fn vm_freed_memory_comes_back_by_reporting() {
     let full = vm.resident();
     vm.tool().stop("h").unwrap();
     let goal = full - Bytes::mib(100);
-    vm.wait_for("reporting", MINUTE, |vm| (vm.resident() < goal).then_some(())).unwrap();
+    vm.wait_for("reporting", MINUTE, |vm| vm.resident() < goal).unwrap();
     let stat = sampler.stop().stat(|p| p.total_resident().0 as f64);
     assert!(stat.max - stat.min > 1e8, "{stat:?}");
 }
@@ -246,10 +242,8 @@ fn vm_verify_finds_a_flipped_bit() {
     let _arena = held();
     let vm = Vm::start(&config("flip", Kernel::V6_12)).unwrap();
     vm.tool().start_ready("v", "verify", "size=67108864 seconds=60 seed=1", MINUTE).unwrap();
-    vm.wait_for("pages", MINUTE, |vm| {
-        (vm.tool().stat("v").ok()?.u64("checks") > 9999).then_some(())
-    })
-    .unwrap();
+    let checks = |vm: &Vm| vm.tool().stat("v").is_ok_and(|stat| stat.u64("checks") > 9999);
+    vm.wait_for("pages", MINUTE, checks).unwrap();
     // mix64(1), the seed of the first thread.
     assert!(flip_bits(&vm, 0x910a_2dec_8902_5cc1) > 0);
     let end = vm.request("wait job=v", MINUTE).unwrap();
@@ -286,11 +280,7 @@ fn vm_dies_with_a_lab_that_is_killed() {
     assert!(alive(), "{line}");
     lab.kill().unwrap();
     lab.wait().unwrap();
-    let until = Instant::now() + MINUTE;
-    while alive() {
-        assert!(Instant::now() < until, "QEMU outlived the lab: {line}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_until(|| !alive(), || format!("QEMU outlived the lab: {line}"));
     // What a killed lab cannot remove itself.
     fs::remove_dir_all(run_dir).unwrap();
 }

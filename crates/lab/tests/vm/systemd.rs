@@ -10,7 +10,7 @@ use ebb_core::units::Bytes;
 use ebb_host::daemon_client;
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::{Image, Kernel};
 use ebb_lab::systemd::Systemd;
 use ebb_lab::vm::{Accel, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
@@ -249,7 +249,7 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
     let library = dir.path().join("libebb_vmm.so");
     std::fs::copy(guest_stack::plugin().unwrap(), &library).unwrap();
-    let image = Image::get(&Cache::from_env(), Kernel::V6_1).unwrap();
+    let image = Image::get(Kernel::V6_1).unwrap();
     let mut with_agent = config("agent", &systemd);
     let mut guest = config("guest", &systemd);
     (with_agent.mergeable, guest.mergeable) = (true, true);
@@ -257,9 +257,7 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
     (with_agent.user, with_agent.accel) = (Some(NOBODY), Some(Accel::Tcg));
     let plugin = format!("file={},socket={}/agent", library.display(), dir.path().display());
     with_agent.args = ["-plugin", &plugin].map(String::from).to_vec();
-    let mut vms = [&with_agent, &guest].map(|c| Vm::spawn(c).unwrap());
-    vms.iter_mut().for_each(|vm| vm.wait_ready().unwrap());
-    guest_stack::load(&vms[0]).unwrap();
+    let vms = guest_stack::boot(&[with_agent, guest]).unwrap();
     systemd.systemctl(&["start", "ebb"]);
     let socket = systemd.path("/run/ebb/ebb.sock");
     let state = || daemon_client::get_json::<Value>(&socket, "/v1/state").unwrap();

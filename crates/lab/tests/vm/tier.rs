@@ -4,16 +4,16 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside};
-use ebb_lab::ebb::{self, Daemon};
+use ebb_lab::arena::{Arena, Beside};
+use ebb_lab::ebb::Daemon;
 use ebb_lab::experiment::stage::write_noise;
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::Kernel;
 use ebb_lab::vm::Vm;
 use ebb_lab::wall_ms;
 use serde_json::Value;
 
-use crate::{MINUTE, stock, unique};
+use crate::{MINUTE, ebb_says, stock, unique};
 
 struct Place {
     arena: Arena,
@@ -29,10 +29,8 @@ impl Place {
 
     /// The same within a budget, with a disk that is full of noise.
     fn within(kernel: Kernel, budget: Bytes, disk: Option<Bytes>) -> Place {
-        let (budget, beside) = (Some(budget), Beside::AnyTest);
-        let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
+        let arena = Arena::within(budget, Beside::AnyTest).unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let image = Image::get(&Cache::from_env(), kernel).unwrap();
         let mut config = stock(&unique("tier"), Bytes::mib(768));
         (config.kernel, config.cpus) = (kernel, 2);
         config.cgroup = arena.cgroup().map(|c| c.dir.clone());
@@ -42,9 +40,8 @@ impl Place {
             config.disks = vec![path];
             config.args.push("-snapshot".into());
         }
-        guest_stack::prepare(&mut config, &image, dir.path()).unwrap();
-        let vm = Vm::start(&config).unwrap();
-        guest_stack::load(&vm).unwrap();
+        guest_stack::prepare(&mut config, dir.path()).unwrap();
+        let vm = guest_stack::boot(&[config]).unwrap().remove(0);
         Place { arena, vm, dir }
     }
 
@@ -77,23 +74,20 @@ fn vm_what_a_guest_frees_returns_by_itself_and_at_once_when_asked_for() {
         let place = Place::boot(kernel);
         let daemon = place.daemon("");
         // Whatever boot left is recycled first, so that what follows is the burst.
-        daemon.wait_for("calm", MINUTE, |s| (agent(s, "held") < 24 << 20).then_some(())).unwrap();
+        daemon.wait_for("calm", MINUTE, |s| agent(s, "held") < 24 << 20).unwrap();
         let before = place.usage();
         let full = place.fill_and_free();
         let freed = Instant::now();
         let back = || (full - place.usage()).fraction_of(full - before);
-        place.vm.wait_for("95 %", MINUTE, |_| (back() >= 0.95).then_some(())).unwrap();
+        place.vm.wait_for("95 %", MINUTE, |_| back() >= 0.95).unwrap();
         println!("{kernel}: 95 % of {} back {:?} after the free", full - before, freed.elapsed());
 
         let recycled =
             || daemon.get("/v1/state").unwrap()["vms"][0]["agent"]["counters"]["recycled"].as_u64();
         let was = recycled().unwrap();
         let full = place.fill_and_free();
-        let config = daemon.config();
         let asked = Instant::now();
-        let args = ["reclaim", place.vm.name(), "--json", "--config", config.to_str().unwrap()];
-        let (code, out, err) = ebb::run(&args).unwrap();
-        assert_eq!(code, 0, "{out}{err}");
+        let out = ebb_says(place.dir.path(), &["reclaim", place.vm.name(), "--json"]);
         let came: Value = serde_json::from_str(&out).unwrap();
         let share = (full - place.usage()).fraction_of(full - before);
         println!("{kernel}: asked for: {:.1} % back, {:?}; {came}", share * 100.0, asked.elapsed());
@@ -133,7 +127,7 @@ fn vm_a_paused_guest_gives_back_and_a_verified_one_loses_nothing() {
             let given = agent(&state, "free").saturating_sub(agent(&state, "held"));
             let was = std::mem::replace(&mut before, (given, place.usage()));
             let moved = was.0.abs_diff(before.0).max(was.1.0.abs_diff(before.1.0));
-            (moved < 2 << 20).then_some(())
+            moved < 2 << 20
         };
         place.vm.wait_for("a guest at rest", 2 * MINUTE, counted).unwrap();
         let (kept, full) = before;
@@ -155,7 +149,7 @@ fn vm_a_paused_guest_gives_back_and_a_verified_one_loses_nothing() {
         .vm
         .wait_for("a paused guest's memory", MINUTE, |_| {
             let (back, freed) = came();
-            (freed > Bytes::mib(160) && back.fraction_of(freed) >= 0.95).then_some(())
+            freed > Bytes::mib(160) && back.fraction_of(freed) >= 0.95
         })
         .unwrap_or_else(|e| panic!("{e}: (back, freed) {:?}", came()));
     println!("{:?} came back of what was freed, paused", came());
@@ -171,7 +165,7 @@ fn vm_reboots_drop_the_map_and_a_new_module_is_found_again() {
     daemon.reclaim().unwrap();
     place.vm.reset().unwrap();
     place.vm.wait_ready().unwrap();
-    daemon.wait_for("no map", MINUTE, |s| (s["vms"][0]["tier"] != "guest").then_some(())).unwrap();
+    daemon.wait_for("no map", MINUTE, |s| s["vms"][0]["tier"] != "guest").unwrap();
     place.vm.tool().start("v", "verify", "size=50000000 seconds=2").unwrap();
     assert_eq!(place.vm.tool().wait_end("v", MINUTE).unwrap().u64("errors"), 0);
     guest_stack::load(&place.vm).unwrap();

@@ -7,10 +7,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside};
+use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::{self, Daemon};
 use ebb_lab::guest_stack;
-use ebb_lab::image::{Cache, Image, Kernel};
+use ebb_lab::image::{Image, Kernel};
 use ebb_lab::vm::{Accel, Balloon, Vm, VmConfig};
 use serde_json::Value;
 
@@ -24,14 +24,12 @@ const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resour
 /// Boots a guest with the module in a QEMU that `load` puts the library into (its
 /// path, and one for the socket, in a directory that all may use), and recycles.
 fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
-    let budget = Some(Bytes::gib(2));
-    let beside = Beside::KsmIsMine;
-    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
+    let arena = Arena::within(Bytes::gib(2), Beside::KsmIsMine).unwrap();
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
     let library = dir.path().join("libebb_vmm.so");
     std::fs::copy(guest_stack::plugin().unwrap(), &library).unwrap();
-    let image = Image::get(&Cache::from_env(), kernel).unwrap();
+    let image = Image::get(kernel).unwrap();
     let mut config = VmConfig::new("load", Bytes::mib(512));
     (config.kernel, config.cpus) = (kernel, 2);
     config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
@@ -47,9 +45,7 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     let state_dir = dir.path().join("daemon");
     let daemon = Daemon::start(&state_dir, &["load"], "users = [65534]").unwrap();
     if let Err(e) = daemon.wait_for_tier("guest") {
-        let config = daemon.config();
-        let doctor = ebb::run(&["doctor", "--config", config.to_str().unwrap()]);
-        panic!("{e}\n{doctor:?}");
+        panic!("{e}\n{:?}", ebb::run_in(&state_dir, &["doctor"]));
     }
     vm.tool().start("v", "verify", "size=100000000 seconds=5 threads=2").unwrap();
     let began = Instant::now();

@@ -10,11 +10,12 @@ use ebb_core::units::{Bytes, PAGE};
 use ebb_host::probe::regions::{Region, guest_ram, read_smaps};
 use ebb_host::root::Root;
 use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
-use ebb_lab::ebb::{Daemon, run};
+use ebb_lab::ebb::{Daemon, run_in};
+use ebb_lab::guest_stack;
 use ebb_lab::vm::Vm;
 use serde_json::Value;
 
-use crate::{MINUTE, replays, stock};
+use crate::{MINUTE, all_is_there, ebb_says, replays, stock};
 
 const RAM: Bytes = Bytes::mib(384);
 /// Nine of ten clusters of 16 KiB are zeros, and all of it is held.
@@ -23,32 +24,20 @@ const HELD: &str = "size=201326592 pattern=zero share=0.9 cluster=16384 seed=3";
 /// VMs that nobody can ask for anything: without a balloon. In each a job holds
 /// [`HELD`], and another writes, frees and checks pages all the time.
 fn boot(names: &[&str], small_pages: bool, arena: &Arena) -> Vec<Vm> {
-    let start = |name: &&str| {
+    let config = |name: &&str| {
         let mut config = stock(name, RAM);
         (config.balloon, config.small_pages) = (None, small_pages);
         config.cgroup = arena.cgroup().map(|c| c.dir.clone());
-        Vm::spawn(&config).unwrap()
+        config
     };
-    let mut vms: Vec<Vm> = names.iter().map(start).collect();
-    for vm in &mut vms {
-        vm.wait_ready().unwrap();
+    let vms = guest_stack::boot(&names.iter().map(config).collect::<Vec<_>>()).unwrap();
+    for vm in &vms {
         let tool = vm.tool();
         tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();
         tool.start_ready("h", "hold", HELD, MINUTE).unwrap();
         tool.start_ready("v", "verify", "size=16777216 seconds=86400", MINUTE).unwrap();
     }
     vms
-}
-
-/// Every page of the guest is what was written into it.
-fn all_is_there(vm: &Vm) {
-    let tool = vm.tool();
-    tool.poke("h").unwrap();
-    let held = tool.wait_event("h", "progress", 2 * MINUTE).unwrap();
-    let live = tool.stop("v").unwrap();
-    for said in [&held, &live] {
-        assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
-    }
 }
 
 fn ram(vm: &Vm) -> Vec<Region> {
@@ -85,10 +74,9 @@ fn zeros(state: &Value, i: usize, key: &str) -> Bytes {
 
 /// What was done is shown everywhere, and decided again from the record.
 fn check_words(daemon: Daemon, name: &str, dir: &Path) {
-    let config = daemon.config();
-    let explain = run(&["explain", name, "--config", config.to_str().unwrap()]).unwrap().1;
+    let explain = ebb_says(dir, &["explain", name]);
     assert!(explain.contains(" freed, "), "{explain}");
-    let status = run(&["status", "--config", config.to_str().unwrap()]).unwrap().1;
+    let status = run_in(dir, &["status"]).unwrap().1;
     assert!(status.contains("zero pages freed without merging: "), "{status}");
     let metrics = daemon.metrics().unwrap();
     assert!(metrics.contains(&format!("ebb_vm_zeros_freed_bytes_total{{vm=\"{name}\"}}")));
@@ -101,9 +89,7 @@ fn check_words(daemon: Daemon, name: &str, dir: &Path) {
 #[test]
 fn vm_zeros_in_huge_pages_go_when_the_host_is_short() {
     // Less than the VM and its QEMU may come to hold: else nothing would be short.
-    let budget = Some(Bytes::mib(440));
-    let beside = Beside::AnyTest;
-    let arena = Arena::enter(&ArenaConfig { budget, beside, ..Default::default() }).unwrap();
+    let arena = Arena::within(Bytes::mib(440), Beside::AnyTest).unwrap();
     let vms = boot(&["zeros"], false, &arena);
     let usage = || arena.cgroup().unwrap().usage();
     let (before, huge) = (usage(), in_huge_pages(&vms[0]));
@@ -139,7 +125,7 @@ fn vm_zeros_in_small_pages_go_on_request_and_nothing_else_does() {
     let dir = tempfile::tempdir().unwrap();
     let wanted = "[merge]\nzeros = true\n[vm.stays]\nzeros = false\n";
     let daemon = Daemon::start(dir.path(), &["asked"], wanted).unwrap();
-    let both = |s: &Value| (s["vms"].as_array()?.len() == 2).then_some(());
+    let both = |s: &Value| s["vms"].as_array().is_some_and(|vms| vms.len() == 2);
     daemon.wait_for("both VMs", MINUTE, both).unwrap();
     let before = usage();
     daemon.reclaim().unwrap();

@@ -291,7 +291,7 @@ impl<'a> Runner<'a> {
             let (cores, clear_cores) = (self.cores, self.cores);
             let settings = Settings { cores, clear_cores, ..Settings::default() };
             let state = self.dir.path().join("ksm.json");
-            self.governor = Some(Governor::take(Root::default(), &state, settings, false)?);
+            self.governor = Some(Governor::take(&state, settings)?);
         }
         if let Some(governor) = &mut self.governor {
             governor.plan(planned);

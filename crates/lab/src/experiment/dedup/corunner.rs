@@ -32,8 +32,10 @@ use ebb_host::scan::{Dial, Options, Scanner};
 use super::arms::{Kind, Runner, hold_knobs, targets};
 use super::course::{Course, run_time};
 use super::governor::Governor;
+use crate::Background;
 use crate::arena::{Arena, ArenaConfig, steadily};
 use crate::experiment::trial::Trial;
+use crate::guest_stack;
 use crate::result::ExperimentResult;
 use crate::vm::{Vm, VmConfig};
 
@@ -63,7 +65,7 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     for _ in 0..trial.rounds(5) {
         for (arm, done) in turns.iter_mut().filter(|(arm, _)| trial.wants(arm)) {
             ksm::unmerge(&Root::default())?;
-            let spinning = (*arm == "spin").then(Spin::start);
+            let spinning = (*arm == "spin").then(|| Background::start(spin));
             done.push(turn(co, &vms, arm, trial.size(256).share(MERGING))?);
             drop(spinning);
         }
@@ -76,16 +78,14 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
 
 fn boot(trial: &Trial) -> Result<Vec<Vm>> {
     let size = trial.size(256);
-    let mut vms = Vec::new();
-    for name in ["co", "duplicate1", "duplicate2"] {
+    let vms = guest_stack::boot(&["co", "duplicate1", "duplicate2"].map(|name| {
         let ram = Bytes::mib(192) + Bytes(size.0 / 8 * 9);
         let mut config = VmConfig::new(format!("{name}-{}", std::process::id()), ram.floor_mib());
         config.kernel = trial.kernel;
         config.small_pages = true;
-        vms.push(Vm::spawn(&config)?);
-    }
-    for (n, vm) in vms.iter_mut().enumerate() {
-        vm.wait_ready()?;
+        config
+    }))?;
+    for (n, vm) in vms.iter().enumerate() {
         let (job, kind, arguments) = match n {
             0 => ("c", "chase", CHASE.to_string()),
             _ => ("h", "hold", format!("size={} seed={n} pattern=template share=0.5", size.0)),
@@ -98,36 +98,15 @@ fn boot(trial: &Trial) -> Result<Vec<Vm>> {
     Ok(vms)
 }
 
-/// Work beside the VM that touches no memory, until dropped.
-struct Spin {
-    end: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Spin {
-    fn start() -> Spin {
-        let end = Arc::new(AtomicBool::new(false));
-        let ended = Arc::clone(&end);
-        let pulse = SPIN_SLEEP.mul_f64(SHARE / (1.0 - SHARE));
-        let thread = std::thread::spawn(move || {
-            while !ended.load(Ordering::Relaxed) {
-                let begun = Instant::now();
-                while begun.elapsed() < pulse {
-                    std::hint::spin_loop();
-                }
-                std::thread::sleep(SPIN_SLEEP);
-            }
-        });
-        Spin { end, thread: Some(thread) }
-    }
-}
-
-impl Drop for Spin {
-    fn drop(&mut self) {
-        self.end.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+/// Work beside the VM that touches no memory.
+fn spin(quit: &AtomicBool) {
+    let pulse = SPIN_SLEEP.mul_f64(SHARE / (1.0 - SHARE));
+    while !quit.load(Ordering::Relaxed) {
+        let begun = Instant::now();
+        while begun.elapsed() < pulse {
+            std::hint::spin_loop();
         }
+        std::thread::sleep(SPIN_SLEEP);
     }
 }
 
@@ -181,7 +160,7 @@ impl Beside<'_> {
         runner.end()?;
         let (dir, settings) = (tempfile::tempdir()?, Settings::default());
         let state = dir.path().join("ksm.json");
-        let taken = steadily(|| Governor::take(Root::default(), &state, settings, false));
+        let taken = steadily(|| Governor::take(&state, settings));
         let mut governor = taken?;
         governor.plan(planned);
         let scan = Scan::start(vms, settings.share(Pressure::Clear))?;

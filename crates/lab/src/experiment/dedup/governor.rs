@@ -16,7 +16,6 @@ use ebb_host::root::Root;
 /// `ksmd` under a budget.
 #[derive(Debug)]
 pub struct Governor {
-    root: Root,
     owner: KsmOwner,
     settings: Settings,
     memory: BurstMemory,
@@ -27,19 +26,10 @@ pub struct Governor {
 
 impl Governor {
     /// Takes KSM's knobs; see [`KsmOwner::take`].
-    pub fn take(
-        root: Root,
-        state: &Path,
-        settings: Settings,
-        keep_advisor: bool,
-    ) -> Result<Governor, KsmError> {
-        let owner = KsmOwner::take(
-            root.clone(),
-            state,
-            KsmSettings { keep_advisor, ..KsmSettings::default() },
-        )?;
+    pub fn take(state: &Path, settings: Settings) -> Result<Governor, KsmError> {
+        let owner = KsmOwner::take(Root::default(), state, KsmSettings::default())?;
         let (memory, planned) = (BurstMemory::default(), Candidates::default());
-        Ok(Governor { ksmd: ksmd(&root), root, owner, settings, memory, planned, plan: 0 })
+        Ok(Governor { ksmd: ksmd(&Root::default()), owner, settings, memory, planned, plan: 0 })
     }
 
     /// What is open to KSM now, as a scan saw it.
@@ -60,8 +50,8 @@ impl Governor {
     }
 
     fn facts(&self, at: Stamp, state: Pressure) -> Result<Facts, KsmError> {
-        let ksm = read_ksm(&self.root)?.ok_or(KsmError::None)?;
-        let ran = self.ksmd.and_then(|pid| read_run_time(&self.root, pid).ok()?);
+        let ksm = read_ksm(&Root::default())?.ok_or(KsmError::None)?;
+        let ran = self.ksmd.and_then(|pid| read_run_time(&Root::default(), pid).ok()?);
         Ok(Facts {
             at,
             state,

@@ -10,7 +10,7 @@ use ebb_core::units::Bytes;
 
 use crate::experiment::scan;
 use crate::guest_stack;
-use crate::image::{Cache, Image, Kernel};
+use crate::image::Kernel;
 use crate::vm::{Vm, VmConfig};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -78,7 +78,7 @@ impl Fleet {
             Workload::Late => noise(&file, late(hold))?,
             _ => 0,
         };
-        let mut vms = Vec::new();
+        let mut configs = Vec::new();
         for n in 1..=count {
             let ram = OWN + VERIFIED + Bytes(hold.0 / 8 * 9);
             let mut config = VmConfig::new(format!("dedup{n}"), ram.floor_mib());
@@ -92,18 +92,12 @@ impl Fleet {
                 config.args = vec!["-drive".into(), drive];
             }
             if agents {
-                let image = Image::get(&Cache::from_env(), config.kernel)?;
-                guest_stack::prepare(&mut config, &image, dir.path())?;
+                guest_stack::prepare(&mut config, dir.path())?;
             }
-            vms.push(Vm::spawn(&config)?);
+            configs.push(config);
         }
-        let mut fleet = Fleet { vms, workload, hold, share, sum, _dir: dir };
-        for vm in &mut fleet.vms {
-            vm.wait_ready()?;
-            if agents {
-                guest_stack::load(vm)?;
-            }
-        }
+        let vms = guest_stack::boot(&configs)?;
+        let fleet = Fleet { vms, workload, hold, share, sum, _dir: dir };
         fleet.fill()?;
         Ok(fleet)
     }

@@ -53,12 +53,11 @@ impl Guests {
         let minute = Duration::from_secs(60);
         match self {
             Guests::Vms(vms) => vms.iter().try_for_each(|vm| {
-                let is = |vm: &Vm| vm.balloon().is_ok_and(|b| b == memory).then_some(());
+                let is = |vm: &Vm| vm.balloon().is_ok_and(|b| b == memory);
                 Ok(vm.wait_for("its memory back", minute, is)?)
             }),
             Guests::Domains(libvirtd, domains) => domains.iter().try_for_each(|d| {
-                let is =
-                    |l: &Libvirtd| l.balloon(d.name()).is_ok_and(|b| b == memory).then_some(());
+                let is = |l: &Libvirtd| l.balloon(d.name()).is_ok_and(|b| b == memory);
                 Ok(libvirtd.wait(&format!("all the memory of {}", d.name()), is)?)
             }),
         }

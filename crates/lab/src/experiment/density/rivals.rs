@@ -1,16 +1,13 @@
 //! What the kernel's and Debian's page merging is told.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use ebb_core::units::Bytes;
 use ebb_host::probe::meminfo::read_meminfo;
 use ebb_host::root::Root;
-use rustix::process::{Pid, Signal, kill_process};
 
-use crate::image::Cache;
-use crate::setup;
+use crate::baselines::Ksmtuned;
 
 const KSM: &str = "/sys/kernel/mm/ksm/";
 
@@ -38,33 +35,10 @@ pub(super) fn knobs(arm: &str) -> Vec<(String, String)> {
     }
 }
 
-/// Debian's `ksmtuned` with its own settings. It knows the machine's memory only, so its
-/// threshold is raised by what the machine has beyond the budget: it acts as on a host of that size.
-pub(super) struct Ksmtuned(Pid);
-
-impl Ksmtuned {
-    pub(super) fn start(dir: &Path, budget: Bytes) -> Result<Ksmtuned> {
-        let package = setup::package(&Cache::from_env(), "ksmtuned")?;
-        let pid = dir.join("ksmtuned.pid");
-        let total = read_meminfo(&Root::default())?.context("no MemTotal")?.total;
-        let threshold = total - budget + budget.share(0.20);
-        let status = Command::new(package.join("usr/sbin/ksmtuned"))
-            .env("KSM_THRES_CONST", (threshold.0 >> 10).to_string())
-            .env("PIDFILE", &pid)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .status()?;
-        if !status.success() {
-            bail!("ksmtuned: {status}");
-        }
-        let pid = std::fs::read_to_string(pid)?;
-        Ok(Ksmtuned(Pid::from_raw(pid.trim().parse()?).context("ksmtuned has no pid")?))
-    }
-}
-
-impl Drop for Ksmtuned {
-    fn drop(&mut self) {
-        let _ = kill_process(self.0, Signal::KILL);
-    }
+/// `ksmtuned` with its own settings. It knows the machine's memory only, so its threshold is
+/// raised by what the machine has beyond the budget: it acts as on a host of that size.
+pub(super) fn ksmtuned(dir: &Path, budget: Bytes) -> Result<Ksmtuned> {
+    let total = read_meminfo(&Root::default())?.context("no MemTotal")?.total;
+    let threshold = total - budget + budget.share(0.20);
+    Ksmtuned::start(dir, &[("KSM_THRES_CONST", &(threshold.0 >> 10).to_string())])
 }

@@ -3,9 +3,8 @@
 
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::libvirt::{Kind, Libvirtd};
-use serde_json::Value;
 
-use super::{BALLOON, HOG, PATIENCE, RAM, of, start, wait_size};
+use super::{BALLOON, HOG, PATIENCE, RAM, start, wait_size, wait_vm};
 use crate::MINUTE;
 
 #[test]
@@ -27,11 +26,9 @@ fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {
     domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
     domain.tool().stop("hog").unwrap();
     let recycled = |least: u64| {
-        let much = |s: &Value| {
-            let bytes = of(s, "confined")?["agent"]["counters"]["recycled"].as_u64()?;
-            (bytes > least << 20).then_some(())
-        };
-        daemon.wait_for("what was freed", PATIENCE, much).unwrap();
+        wait_vm(&daemon, "confined", "what was freed", |vm| {
+            vm["agent"]["counters"]["recycled"].as_u64() > Some(least << 20)
+        });
     };
     recycled(100);
     let checked = domain.tool().finish("v", PATIENCE).unwrap();

@@ -7,9 +7,9 @@ use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Kind, Libvirtd};
-use serde_json::Value;
 
-use super::{PATIENCE, RAM, boot, of, size, wait_size, wait_up};
+use super::{RAM, boot, size, wait_size, wait_up, wait_vm};
+use crate::of;
 
 #[test]
 fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {
@@ -20,7 +20,7 @@ fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {
     let daemon = Daemon::start(dir.path(), &["pod"], "").unwrap();
     std::thread::sleep(Duration::from_secs(3));
     let state = daemon.get("/v1/state").unwrap();
-    assert!(of(&state, "pod").is_none(), "it is no VM of the host's: {state}");
+    assert!(of(&state, "pod").is_null(), "it is no VM of the host's: {state}");
     assert!(daemon.stop());
 
     let daemon = Daemon::start(dir.path(), &["pod"], "containers = true").unwrap();
@@ -29,8 +29,7 @@ fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {
     let left = size(&libvirtd, "pod");
     assert!(left <= Bytes::mib(300), "{left}: {}", daemon.log());
     libvirtd.virsh(&["suspend", "pod"]).unwrap();
-    let paused = |s: &Value| (of(s, "pod")?["run"] == "paused").then_some(());
-    daemon.wait_for("the suspended domain", PATIENCE, paused).unwrap();
+    wait_vm(&daemon, "pod", "a suspended domain", |vm| vm["run"] == "paused");
     libvirtd.virsh(&["resume", "pod"]).unwrap();
     wait_up(&daemon, "pod");
     assert!(daemon.stop());

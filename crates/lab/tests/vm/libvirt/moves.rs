@@ -10,31 +10,26 @@ use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Domain, Libvirtd};
 use serde_json::Value;
 
-use super::{BALLOON, PATIENCE, RAM, boot, of, size, start, wait_size, wait_up, watched};
+use super::{
+    BALLOON, PATIENCE, RAM, boot, size, start, wait_gone, wait_size, wait_up, wait_vm, watched,
+};
 
 const SMALL: Bytes = Bytes::mib(300);
 const VERIFY: &str = "size=104857600 seconds=100000 seed=5";
 
-fn wait_gone(daemon: &Daemon, name: &str) {
-    let gone = |s: &Value| of(s, name).is_none().then_some(());
-    daemon.wait_for(&format!("{name} to be gone"), PATIENCE, gone).unwrap();
-}
-
 /// Ebb has read what the Ebb before noted, and may have given it back already.
 fn wait_owed(daemon: &Daemon, name: &str) {
-    let owed = |s: &Value| {
-        let bytes = |key: &str| of(s, name)?[key].as_u64();
-        (bytes("ballooned")? > 0 || bytes("actual")? == RAM.0).then_some(())
-    };
-    daemon.wait_for(&format!("what {name} is owed"), PATIENCE, owed).unwrap();
+    wait_vm(daemon, name, "what is owed", |vm| {
+        vm["ballooned"].as_u64() > Some(0) || vm["actual"] == RAM.0
+    });
 }
 
 /// Its guest has written what it checks from then on, and Ebb has seen that it needs that and no
 /// more: one that seems to grow is given more than [`SMALL`] at once.
 fn begin_checks(domain: &Domain, daemon: &Daemon, name: &str) {
     domain.tool().start_ready("v", "verify", VERIFY, PATIENCE).unwrap();
-    let needs = |s: &Value| (of(s, name)?["need"].as_u64()? > Bytes::mib(150).0).then_some(());
-    daemon.wait_for("what the guest needs", PATIENCE, needs).unwrap();
+    let needs = |vm: &Value| vm["need"].as_u64() > Some(Bytes::mib(150).0);
+    wait_vm(daemon, name, "what the guest needs", needs);
     // Its speed is forgotten.
     std::thread::sleep(Duration::from_secs(6));
 }
@@ -44,7 +39,7 @@ fn check_data(libvirtd: &Libvirtd, name: &str) {
     let tool = libvirtd.tool(name).unwrap();
     let checks = || tool.stat("v").unwrap();
     let before = checks().u64("checks");
-    let goes_on = |_: &Libvirtd| (checks().u64("checks") > before).then_some(());
+    let goes_on = |_: &Libvirtd| checks().u64("checks") > before;
     libvirtd.wait("the next check", goes_on).unwrap();
     assert_eq!(checks().u64("errors"), 0, "{:?}", checks());
 }

@@ -23,19 +23,16 @@ fn vm_virtio_mem_is_plugged_while_a_domain_is_owed_memory_and_it_is_given_back()
     std::fs::write(&file, DEVICE).unwrap();
     libvirtd.virsh(&["attach-device", "grown", &file.display().to_string(), "--live"]).unwrap();
     let looked_at = |ram: Bytes, small: Bytes| {
-        move |s: &Value| {
-            let vm = of(s, "grown")?;
-            let size = |key: &str| vm[key].as_u64().map(Bytes);
-            (size("ram")? == ram && size("actual")? <= small && vm["link"]["state"] == "up")
-                .then_some(())
+        move |vm: &Value| {
+            let actual = vm["actual"].as_u64().is_some_and(|size| size <= small.0);
+            vm["ram"] == ram.0 && actual && vm["link"]["state"] == "up"
         }
     };
     std::thread::sleep(Duration::from_secs(3));
     let small = looked_at(RAM, Bytes::mib(330));
-    daemon.wait_for("a domain with the device", PATIENCE, small).unwrap();
+    wait_vm(&daemon, "grown", "the device", small);
     domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
-    let given = |s: &Value| (of(s, "grown")?["actual"].as_u64()? > Bytes::mib(330).0).then_some(());
-    daemon.wait_for("what the guest needs", PATIENCE, given).unwrap();
+    wait_given(&daemon, "grown");
     domain.tool().stop("hog").unwrap();
     daemon.squeeze("grown", Bytes::mib(300)).unwrap();
 
@@ -45,7 +42,7 @@ fn vm_virtio_mem_is_plugged_while_a_domain_is_owed_memory_and_it_is_given_back()
         .unwrap();
     // Plugging costs the guest memory: one that is out of it deflates its balloon, and is given more.
     let any = looked_at(RAM + plugged, RAM + plugged);
-    daemon.wait_for("a domain with plugged memory", PATIENCE, any).unwrap();
+    wait_vm(&daemon, "grown", "plugged memory", any);
     squeeze_balloon(&libvirtd, &daemon, "grown", Bytes::mib(330));
     assert!(daemon.stop());
     wait_size(&libvirtd, "grown", |b| b == RAM);

@@ -11,8 +11,7 @@ use ebb_lab::libvirt::{Kind, Libvirtd, USER};
 use serde_json::Value;
 
 use super::{
-    BALLOON, PATIENCE, RAM, asks_for_statistics, of, squeeze_balloon, start_with, wait_size,
-    wait_up,
+    BALLOON, PATIENCE, RAM, asks_for_statistics, squeeze_balloon, start_with, wait_size, wait_up,
 };
 
 #[test]
@@ -51,12 +50,9 @@ fn vm_a_domain_of_a_users_session_is_ballooned_and_sets_nothing() {
     let _listener = UnixListener::bind(&other).unwrap();
     symlink(&other, &socket).unwrap();
     let daemon = start_with(&libvirtd, dir.path(), &["mine"], &users);
-    let refused = |s: &Value| {
-        let why = of(s, "mine")?["link"]["why"].as_str()?;
-        let told = format!("libvirt-sock: served by a process of uid 0, not of uid {USER}");
-        why.contains(&told).then_some(())
-    };
-    let found = daemon.wait_for("another's socket to be refused", PATIENCE, refused);
+    let told = format!("libvirt-sock: served by a process of uid 0, not of uid {USER}");
+    let refused = |vm: &Value| vm["link"]["why"].as_str().is_some_and(|why| why.contains(&told));
+    let found = daemon.wait_for_vm("mine", "a socket that is refused", PATIENCE, refused);
     // So that the domain can be ended.
     fs::rename(&aside, &socket).unwrap();
     found.unwrap();

@@ -4,7 +4,7 @@
 //! Protection and second reading are left out in `vm_recycle`.
 
 use super::moves::{add_image, job};
-use super::resets::{Boot, Reset, verify_boot};
+use super::resets::{Boot, Reset, brief, verify_boot};
 use super::*;
 
 /// Whether its one vCPU halts with interrupts off: it never runs again.
@@ -33,7 +33,7 @@ fn reset_until_lost(mut guest: Guest, kind: Reset, arguments: &str, tries: usize
         recycling.wait_ready(&guest.vm);
         // All that is free once, so that what is taken from here on is live.
         let calls = recycling.seen().calls;
-        let twice = |_: &Vm| (recycling.seen().calls > calls + 2).then_some(());
+        let twice = |_: &Vm| recycling.seen().calls > calls + 2;
         guest.vm.wait_for("recycling", MINUTE, twice).unwrap();
         kind.of(&guest).unwrap();
         let found = ended(&guest, round + 1, usual).and_then(|()| booted(&mut guest, &first));
@@ -44,7 +44,7 @@ fn reset_until_lost(mut guest: Guest, kind: Reset, arguments: &str, tries: usize
 
 /// Waits until a boot has come to an end, good or bad.
 fn ended(guest: &Guest, boots: usize, usual: Duration) -> Result<(), String> {
-    let end = |vm: &Vm| (dead(vm) || ready(vm) > boots).then_some(());
+    let end = |vm: &Vm| dead(vm) || ready(vm) > boots;
     // A boot that hangs may say nothing at all.
     let limit = (usual * 6).max(SOON).div_f64(guest.vm.accel().patience());
     guest.vm.wait_for("an end of the boot", limit, end).map_err(brief)?;
@@ -52,10 +52,6 @@ fn ended(guest: &Guest, boots: usize, usual: Duration) -> Result<(), String> {
         return Err(format!("its vCPU halted for good: {:.60}", registers(&guest.vm)));
     }
     Ok(())
-}
-
-fn brief(error: VmError) -> String {
-    error.to_string().chars().take(400).collect()
 }
 
 /// Whether a boot went well; the error is what was lost of it.
@@ -88,7 +84,7 @@ fn vm_without_the_modules_notifiers_kexec_ruins_the_next_boot() {
     let _arena = held();
     let dir = tempfile::tempdir().unwrap();
     let guest = Guest::boot(Kernel::V6_12, |c| {
-        let image = Image::get(&c.cache, c.kernel).unwrap();
+        let image = Image::get(c.kernel).unwrap();
         c.files = vec![("ebb.ko".into(), guest_stack::module(&image, true).unwrap())];
         resets::config(c, dir.path());
     });
@@ -104,8 +100,7 @@ fn vm_without_the_tripwire_a_loaded_snapshot_is_taken_apart() {
     add_image(&guest);
     guest.insmod();
     guest.start_verify(250 << 20, "");
-    let recycling = Recycling::start(&guest.vm, &guest.socket);
-    recycling.wait_ready(&guest.vm);
+    let recycling = guest.recycle();
     guest.verify_on(60_000);
     let snapshot = json!({ "tag": "t", "vmstate": "snap", "devices": ["snap"] });
     job(&guest.vm, "snapshot-save", snapshot.clone());
@@ -138,8 +133,7 @@ pub fn checked(guest: &Guest, more: u64) -> Result<(), String> {
 fn contest(faults: &str, time: Duration) -> bool {
     let guest = Guest::boot_with_faults(Kernel::V6_12, faults, |c| c.cpus = 2);
     guest.insmod();
-    let recycling = Recycling::start(&guest.vm, &guest.socket);
-    recycling.wait_ready(&guest.vm);
+    let recycling = guest.recycle();
     let tool = guest.vm.tool();
     tool.start("v", "verify", "size=300000000 seconds=100000 threads=2").unwrap();
     let until = Instant::now() + time;

@@ -75,12 +75,7 @@ fn boots(faults: &str, within: Duration) -> (bool, Bytes) {
     let (address, size) = moved_to(&log);
     guest.insmod();
     let mut agent = attached(&guest.vm, &guest.socket);
-    let ready = |agent: &mut Agent| agent.status(false, SOON).unwrap().state == AgentState::Ready;
-    let until = Instant::now() + MINUTE;
-    while !ready(&mut agent) {
-        assert!(Instant::now() < until, "{:?}", agent.status(false, SOON));
-        sleep(Duration::from_millis(20));
-    }
+    agent.wait_ready(MINUTE).unwrap();
     let mut debugger = Debugger::connect(&debugger);
     let last = format!("{:x},8", address + size - 8);
     debugger.ask(&format!("Z2,{last}"));

@@ -21,7 +21,7 @@ fn vm_a_module_that_goes_and_comes_back_loses_nothing() {
             recycling.wait_more(&guest.vm, Bytes::mib(2));
             assert_eq!(guest.audit_false(), 0);
             guest.sh("rmmod ebb");
-            let gone = |_: &Vm| (!recycling.is(AgentState::Ready)).then_some(());
+            let gone = |_: &Vm| !recycling.is(AgentState::Ready);
             guest.vm.wait_for("the agent to see it go", MINUTE, gone).unwrap();
             guest.verify_on(2_000);
             println!("{kernel} {round}: {:?}", recycling.seen().status);
@@ -40,8 +40,7 @@ fn vm_an_agent_stood_down_or_left_in_the_middle_loses_nothing() {
         guest.insmod();
         guest.start_verify(150 << 20, "threads=2");
         for round in 0..rounds() {
-            let recycling = Recycling::start(&guest.vm, &guest.socket);
-            recycling.wait_ready(&guest.vm);
+            let recycling = guest.recycle();
             recycling.wait_more(&guest.vm, Bytes::mib(2));
             let mut agent = recycling.stop();
             if round % 2 == 0 {
@@ -63,35 +62,14 @@ fn vm_an_agent_stood_down_or_left_in_the_middle_loses_nothing() {
 }
 
 /// Has a daemon ask for all memory, again and again, until the end of a test.
-struct Asking {
-    quit: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Daemon>>,
-}
-
-impl Asking {
-    fn start(daemon: Daemon) -> Asking {
-        let quit = Arc::new(AtomicBool::new(false));
-        let theirs = Arc::clone(&quit);
-        let thread = std::thread::spawn(move || {
-            while !theirs.load(SeqCst) {
-                let _ = daemon.reclaim();
-                sleep(Duration::from_millis(20));
-            }
-            daemon
-        });
-        Asking { quit, thread: Some(thread) }
-    }
-
-    fn stop(mut self) -> Daemon {
-        self.quit.store(true, SeqCst);
-        self.thread.take().unwrap().join().unwrap()
-    }
-}
-
-impl Drop for Asking {
-    fn drop(&mut self) {
-        self.quit.store(true, SeqCst);
-    }
+fn asking(daemon: Daemon) -> Background<Daemon> {
+    Background::start(move |quit| {
+        while !quit.load(SeqCst) {
+            let _ = daemon.reclaim();
+            sleep(Duration::from_millis(20));
+        }
+        daemon
+    })
 }
 
 /// What the daemon has had this VM give back, once it uses the guest's map.
@@ -111,9 +89,9 @@ fn vm_a_daemon_killed_and_started_again_during_recycling_loses_nothing() {
         for round in 0..rounds().min(8) {
             let daemon = Daemon::start(&dir, &["killed"], "").unwrap();
             let _ = daemon.wait_for("tier guest", MINUTE, |s| recycled(s, "killed")).unwrap();
-            let asking = Asking::start(daemon);
+            let mut asking = asking(daemon);
             guest.verify_on(2_000);
-            let daemon = asking.stop();
+            let daemon = asking.end();
             let much = |s: &serde_json::Value| {
                 daemon.reclaim().unwrap();
                 recycled(s, "killed").filter(|r| *r > 4 << 20)
@@ -144,8 +122,7 @@ fn vm_memory_that_goes_offline_and_comes_back_during_recycling_loses_nothing() {
         });
         guest.insmod();
         guest.start_verify(200 << 20, "threads=2");
-        let recycling = Recycling::start(&guest.vm, &guest.socket);
-        recycling.wait_ready(&guest.vm);
+        let recycling = guest.recycle();
         let mut offlined = 0;
         for _ in 0..rounds() {
             offlined += guest.sh(HOTPLUG).trim().parse::<u64>().unwrap();

@@ -24,7 +24,7 @@ fn begin(from: &Guest, to: &Guest) {
     let slow = json!({ "max-bandwidth": 8 << 20, "downtime-limit": 2000 });
     from.vm.qmp("migrate-set-parameters", Some(slow)).unwrap();
     from.vm.qmp("migrate", Some(json!({ "uri": uri }))).unwrap();
-    let active = |vm: &Vm| (migration(vm) == "active").then_some(());
+    let active = |vm: &Vm| migration(vm) == "active";
     from.vm.wait_for("the migration to begin", MINUTE, active).unwrap();
 }
 
@@ -36,7 +36,7 @@ fn finish(from: &Guest, to: &Guest) {
         let status = migration(&from.vm);
         assert_ne!(status, "failed");
         let runs = vm.qmp("query-status", None).unwrap()["status"] == "running";
-        (status == "completed" && runs).then_some(())
+        status == "completed" && runs
     };
     to.vm.wait_for("the guest to arrive", MINUTE, there).unwrap();
 }
@@ -59,7 +59,7 @@ fn vm_a_guest_migrated_under_a_daemon_is_left_alone_and_recycled_at_its_target()
         let _ = daemon.wait_for("tier guest", MINUTE, |s| recycled(s, "source")).unwrap();
         daemon.reclaim().unwrap();
         begin(&source, &there);
-        let apart = |s: &Value| recycled(s, "source").is_none().then_some(());
+        let apart = |s: &Value| recycled(s, "source").is_none();
         daemon.wait_for("hands off", MINUTE, apart).unwrap();
         source.verify_on(1_000);
         finish(&source, &there);
@@ -88,8 +88,7 @@ fn vm_recycling_that_goes_on_into_a_migration_loses_nothing() {
         source.insmod();
         source.start_verify(100 << 20, "");
         let there = target(*kernel, "target");
-        let recycling = Recycling::start(&source.vm, &source.socket);
-        recycling.wait_ready(&source.vm);
+        let recycling = source.recycle();
         begin(&source, &there);
         recycling.wait_more(&source.vm, Bytes::mib(4));
         source.verify_on(1_000);
@@ -97,8 +96,7 @@ fn vm_recycling_that_goes_on_into_a_migration_loses_nothing() {
         drop(recycling);
         source.vm.kill();
         there.verify_on(2_000);
-        let recycling = Recycling::start(&there.vm, &there.socket);
-        recycling.wait_ready(&there.vm);
+        let recycling = there.recycle();
         recycling.wait_more(&there.vm, Bytes::mib(16));
         there.verify_on(5_000);
         assert_eq!(there.audit_false(), 0);
@@ -143,8 +141,7 @@ fn vm_a_guest_loaded_from_its_snapshot_loses_nothing() {
         add_image(&guest);
         guest.insmod();
         guest.start_verify(250 << 20, "");
-        let recycling = Recycling::start(&guest.vm, &guest.socket);
-        recycling.wait_ready(&guest.vm);
+        let recycling = guest.recycle();
         let snapshot = json!({ "tag": "t", "vmstate": "snap", "devices": ["snap"] });
         guest.verify_on(60_000);
         let saved = guest.verified();
@@ -187,8 +184,7 @@ fn vm_a_hibernated_guest_loses_nothing() {
         guest.vm.request("swapon dev=/dev/vda", MINUTE).unwrap();
         guest.insmod();
         guest.start_verify(80 << 20, "");
-        let recycling = Recycling::start(&guest.vm, &guest.socket);
-        recycling.wait_ready(&guest.vm);
+        let recycling = guest.recycle();
         recycling.wait_more(&guest.vm, Bytes::mib(4));
         guest.verify_on(2_000);
         let sleep = "echo reboot > /sys/power/disk; echo disk > /sys/power/state";

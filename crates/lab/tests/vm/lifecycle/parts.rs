@@ -85,8 +85,7 @@ fn load(parts: Parts, kernel: Kernel, faults: &str, times: u64) -> Result<(), St
     add_image(&guest);
     guest.insmod();
     guest.start_verify(CHECKED, "");
-    let recycling = Recycling::start(&guest.vm, &guest.socket);
-    recycling.wait_ready(&guest.vm);
+    let recycling = guest.recycle();
     guest.verify_on(ALL);
     let (saved, other) = (guest.verified(), other_part(&guest));
     let snapshot = json!({ "tag": "t", "vmstate": "snap", "devices": ["snap"] });

@@ -51,12 +51,16 @@ fn kexecload(guest: &Guest, more: &str) -> Result<(), VmError> {
 
 /// A guest that can boot itself by kexec, and boots again after a panic.
 pub fn config(config: &mut VmConfig, dir: &Path) {
-    let image = Image::get(&config.cache, config.kernel).unwrap();
+    let image = Image::get(config.kernel).unwrap();
     let initramfs = dir.join("kexec-initramfs");
     ebb_lab::image::with_files(&image.initramfs, &config.files, &initramfs).unwrap();
     config.files.push(("kexec/vmlinuz".into(), image.vmlinuz));
     config.files.push(("kexec/initramfs".into(), initramfs));
     config.append = "panic=1".into();
+}
+
+pub fn brief(error: VmError) -> String {
+    error.to_string().chars().take(400).collect()
 }
 
 /// What must be the same in every boot.
@@ -71,7 +75,6 @@ impl Boot {
     /// Read by the guest (its files) and by QEMU (its kernel). A guest that lost pages
     /// may say anything.
     pub fn look(guest: &Guest) -> Result<Boot, String> {
-        let brief = |e: VmError| e.to_string().chars().take(400).collect::<String>();
         let sum = "find / -xdev -type f ! -path '/kexec/*' | sort | xargs md5sum | md5sum";
         let files = guest.try_sh(sum).map_err(brief)?;
         let ranges = guest.try_sh("grep -E 'Kernel (code|rodata)' /proc/iomem").map_err(brief)?;
@@ -143,8 +146,7 @@ fn vm_a_crash_kernel_has_memory_of_its_own_and_loses_nothing() {
         let first = Boot::look(&guest).unwrap();
         kexecload(&guest, "%20nr_cpus=1 crash=1").unwrap();
         guest.insmod();
-        let recycling = Recycling::start(&guest.vm, &guest.socket);
-        recycling.wait_ready(&guest.vm);
+        let recycling = guest.recycle();
         guest.start_verify(100 << 20, "");
         recycling.wait_more(&guest.vm, Bytes::mib(16));
         guest.verify_on(5_000);
@@ -155,7 +157,7 @@ fn vm_a_crash_kernel_has_memory_of_its_own_and_loses_nothing() {
         assert_eq!(dump.trim(), "/proc/vmcore", "{kernel}: not a crash kernel");
         assert_eq!(Boot::look(&guest).unwrap().files, first.files, "{kernel}");
         let checks = verify(&guest, 60 << 20, 5).unwrap_or_else(|e| panic!("{kernel}: {e}"));
-        let silent = |_: &Vm| (!recycling.is(AgentState::Ready)).then_some(());
+        let silent = |_: &Vm| !recycling.is(AgentState::Ready);
         guest.vm.wait_for("the old map to be dropped", MINUTE, silent).unwrap();
         println!("{kernel}: {checks} pages checked, {:?}", recycling.seen());
     }
@@ -167,10 +169,10 @@ fn vm_resets_of_every_kind_during_recycling_lose_nothing() {
     let set = set("EBB_RESETS");
     let (resets, each) = (set.unwrap_or(Reset::ALL.len()), if set.is_some() { 3 } else { 1 });
     for kernel in kernels() {
-        storm(*kernel, Backing::Anonymous, Firmware::Seabios, resets, each);
+        storm(*kernel, Backing::Anonymous, (Firmware::Seabios, false), resets, each);
         // Shared memory is protected and discarded in other ways.
         if set.is_some() {
-            storm(*kernel, Backing::Memfd, Firmware::Seabios, resets / 5, each);
+            storm(*kernel, Backing::Memfd, (Firmware::Seabios, false), resets / 5, each);
         }
     }
 }
@@ -183,7 +185,7 @@ fn vm_resets_by_the_hundred_hang_no_guest() {
     let _arena = held();
     let count = set("EBB_RESETS").unwrap_or(20);
     let next = AtomicUsize::new(0);
-    let guest = |number: usize| {
+    let guest = &|number: usize| {
         let kernel = Kernel::ALL[number % Kernel::ALL.len()];
         let mut guest = Guest::boot(kernel, |c| c.name = format!("reset-{number}"));
         let recycling = Recycling::start(&guest.vm, &guest.socket);
@@ -210,14 +212,7 @@ fn vm_resets_by_the_hundred_hang_no_guest() {
         recycling.seen().status.wires
     };
     let wires: Vec<_> = std::thread::scope(|scope| {
-        let guests: Vec<_> = (0..4)
-            .map(|n| {
-                scope.spawn({
-                    let guest = &guest;
-                    move || guest(n)
-                })
-            })
-            .collect();
+        let guests: Vec<_> = (0..4).map(|n| scope.spawn(move || guest(n))).collect();
         guests.into_iter().map(|g| g.join().unwrap()).collect()
     });
     println!("{count} resets; which page tripped how often: {wires:x?}");
@@ -234,7 +229,7 @@ fn vm_resets_of_uefi_guests_during_recycling_lose_nothing() {
     std::thread::scope(|scope| {
         for kernel in kernels {
             scope.spawn(move || {
-                storm(*kernel, Backing::Anonymous, Firmware::Edk2, set.unwrap_or(3), 1);
+                storm(*kernel, Backing::Anonymous, (Firmware::Edk2, false), set.unwrap_or(3), 1);
             });
         }
     });
@@ -246,12 +241,8 @@ fn vm_resets_during_recycling_of_uefi_guests_with_s3_lose_nothing() {
     let _arena = held();
     let set = set("EBB_RESETS");
     for kernel in kernels() {
-        storm_of(*kernel, Backing::Anonymous, (Firmware::Edk2, true), set.unwrap_or(3), 1);
+        storm(*kernel, Backing::Anonymous, (Firmware::Edk2, true), set.unwrap_or(3), 1);
     }
-}
-
-fn storm(kernel: Kernel, backing: Backing, firmware: Firmware, resets: usize, each: u64) {
-    storm_of(kernel, backing, (firmware, false), resets, each);
 }
 
 /// What `/proc/iomem` says of an address: lines `00100000-7fffffff : System RAM`, and what is
@@ -266,7 +257,7 @@ fn owner(map: &str, address: u64) -> Option<String> {
 }
 
 /// `s3`: the VM can suspend to RAM, which UEFI prepares for.
-fn storm_of(
+fn storm(
     kernel: Kernel,
     backing: Backing,
     (firmware, s3): (Firmware, bool),

@@ -68,8 +68,7 @@ fn stress(guest: &Guest) {
 fn begin(guest: &Guest) -> Recycling {
     guest.insmod();
     guest.start_verify(450 << 20, "threads=2 oom=-800");
-    let recycling = Recycling::start(&guest.vm, &guest.socket);
-    recycling.wait_ready(&guest.vm);
+    let recycling = guest.recycle();
     stress(guest);
     recycling
 }

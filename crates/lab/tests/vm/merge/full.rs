@@ -1,9 +1,8 @@
 //! A cgroup without swap that is nearly full: to take a VM out of KSM, or to give back what a guest
 //! frees of merged memory, breaks merges, and that takes memory there.
 
-use std::time::Instant;
-
 use ebb_lab::arena::MemoryCgroup;
+use ebb_lab::poll;
 use ebb_lab::vm::Balloon;
 
 use super::*;
@@ -16,7 +15,7 @@ const ALIKE: Bytes = Bytes::mib(160);
 
 /// Guests with module and agent that hold the same, in a cgroup.
 struct Place {
-    vms: [Vm; 2],
+    vms: Vec<Vm>,
     dir: tempfile::TempDir,
     slice: MemoryCgroup,
     arena: Arena,
@@ -33,19 +32,16 @@ impl Place {
     }
 }
 
-fn boot_alike(slice: &MemoryCgroup, dir: &Path) -> [Vm; 2] {
-    let image = Image::get(&Cache::from_env(), Kernel::V6_1).unwrap();
-    let start = |name| {
+fn boot_alike(slice: &MemoryCgroup, dir: &Path) -> Vec<Vm> {
+    let config = |name| {
         let mut config = VmConfig::new(name, Bytes::mib(448));
-        guest_stack::prepare(&mut config, &image, dir).unwrap();
+        guest_stack::prepare(&mut config, dir).unwrap();
         config.balloon = Some(Balloon { reporting: false, deflate_on_oom: true });
         config.cgroup = Some(slice.dir.clone());
-        Vm::spawn(&config).unwrap()
+        config
     };
-    let mut vms = NAMES.map(start);
-    for vm in &mut vms {
-        vm.wait_ready().unwrap();
-        guest_stack::load(vm).unwrap();
+    let vms = guest_stack::boot(&NAMES.map(config)).unwrap();
+    for vm in &vms {
         let tool = vm.tool();
         tool.write("/sys/kernel/mm/transparent_hugepage/enabled", "never").unwrap();
         tool.start_ready("v", "verify", "size=8388608 seconds=86400", MINUTE).unwrap();
@@ -67,7 +63,7 @@ fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
             let pages = |key: &str| stat[key].as_u64().unwrap_or(0);
             pages("merging_pages") + pages("zero_pages") > ALIKE.0 / PAGE * 95 / 100
         });
-        (most && s["host"]["ksm"]["run"] == 0).then_some(())
+        most && s["host"]["ksm"]["run"] == 0
     };
     daemon.wait_for("memory that is merged, and KSM at rest", 4 * MINUTE, merged).unwrap();
     // Agents go on giving back what is free: until there is little to give.
@@ -82,8 +78,7 @@ fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
     daemon.wait_for("a limit that is nearly reached", MINUTE, left).unwrap();
 
     // A VM that is to go out of KSM stays where it would have to be broken as a whole.
-    let config = daemon.config().display().to_string();
-    let off = |name: &str| run(&["merge", "off", name, "--config", &config]).unwrap();
+    let off = |name: &str| run_in(dir.path(), &["merge", "off", name]).unwrap();
     println!("{:?}", off(NAMES[1]));
     let told = |s: &Value| {
         let why = s["host"]["merge"]["why"].as_str()?;
@@ -97,11 +92,11 @@ fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
     vms[0].tool().stop("h").unwrap();
     let back = |s: &Value| {
         assert_eq!(slice.oom_kills(), 0, "{s}");
-        (vms[0].resident() + Bytes(ALIKE.0 / 2) < was).then_some(())
+        vms[0].resident() + Bytes(ALIKE.0 / 2) < was
     };
     daemon.wait_for("what was freed, part by part", 2 * MINUTE, back).unwrap();
     slice.resize(Bytes::gib(4)).unwrap();
-    let closed = |s: &Value| (of(s, NAMES[1])["agent"]["open"] == 0).then_some(());
+    let closed = |s: &Value| of(s, NAMES[1])["agent"]["open"] == 0;
     daemon.wait_for("a VM that goes where there is room", MINUTE, closed).unwrap();
     nothing_is_lost(&vms);
     assert!(daemon.stop());
@@ -126,11 +121,8 @@ fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
     };
     set("pages_to_scan", "20000");
     set("sleep_millisecs", "10");
-    let until = Instant::now() + 4 * MINUTE;
-    while !vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.95)) {
-        assert!(Instant::now() < until, "{:?}", vms.each_ref().map(mapped));
-        std::thread::sleep(Duration::from_millis(200));
-    }
+    let merged = || vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.95));
+    assert_eq!(poll(4 * MINUTE, merged), Some(()), "{:?}, {:?}", mapped(&vms[0]), mapped(&vms[1]));
     set("run", "0");
     slice.resize(slice.usage() + ALIKE.share(0.5)).unwrap();
 
@@ -143,7 +135,7 @@ fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
     println!("{:?}", daemon.wait_for("why they stay merged", MINUTE, told).unwrap());
     assert!(vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.9)));
     slice.resize(Bytes::gib(4)).unwrap();
-    let ready = |s: &Value| NAMES.iter().all(|n| of(s, n)["tier"] == "guest").then_some(());
+    let ready = |s: &Value| NAMES.iter().all(|n| of(s, n)["tier"] == "guest");
     daemon.wait_for("agents at work where there is room", MINUTE, ready).unwrap();
     assert!(vms.iter().all(|vm| mapped(vm).merged == Bytes::ZERO));
     nothing_is_lost(&vms);

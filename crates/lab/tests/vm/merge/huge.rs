@@ -2,7 +2,6 @@
 //! their merges, unless it is held.
 
 use std::fs;
-use std::time::Instant;
 
 use super::*;
 
@@ -26,12 +25,9 @@ fn khugepaged_goes_over_it() {
         || -> u64 { fs::read_to_string(knob("full_scans")).unwrap().trim().parse().unwrap() };
     let goal = scans() + 3;
     fs::write(knob("scan_sleep_millisecs"), "10").unwrap();
-    let until = Instant::now() + MINUTE;
-    while scans() < goal && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    let done = ebb_lab::poll(MINUTE, || scans() >= goal);
     fs::write(knob("scan_sleep_millisecs"), HUGE[3].1).unwrap();
-    assert!(scans() >= goal, "khugepaged has come by");
+    assert!(done.is_some(), "khugepaged has come by");
 }
 
 #[test]
@@ -70,5 +66,5 @@ fn vm_khugepaged_undoes_merges_unless_it_is_held() {
         assert_eq!(fs::read_to_string(knob("max_ptes_shared")).unwrap().trim(), HUGE[0].1);
     }
     vms.iter().for_each(|vm| vm.resume().unwrap());
-    all_is_there(&vms);
+    vms.iter().for_each(all_is_there);
 }

@@ -1,14 +1,13 @@
 //! What an operator orders, and who else sets KSM: out and in again, all broken, released
 //! after a crash, and taken over from the `ksmtuned` that distributions have.
 
-use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::process::Command;
 
 use ebb_core::sample::KsmStat;
 use ebb_host::probe::ksm::{read_ksm, read_ksm_stat};
+use ebb_lab::baselines::Ksmtuned;
 use ebb_lab::ebb::binary;
-use ebb_lab::setup;
-use rustix::process::{Pid, Signal, kill_process};
+use ebb_lab::poll;
 
 use super::*;
 
@@ -21,23 +20,12 @@ fn sharing() -> u64 {
     read_ksm(&Root::default()).unwrap().unwrap().pages_sharing
 }
 
-fn wait(what: &str, mut done: impl FnMut() -> bool) {
-    let until = Instant::now() + 2 * MINUTE;
-    while !done() {
-        assert!(Instant::now() < until, "{what}: not in two minutes");
-        std::thread::sleep(Duration::from_millis(50));
-    }
-}
-
-/// `ebb` with these arguments; it does what it is told.
-fn ebb(args: &[&str], config: &str) -> String {
-    let (code, out, err) = run(&[args, &["--config", config]].concat()).unwrap();
-    assert_eq!(code, 0, "ebb {args:?}: {out}{err}");
-    out + &err
+fn wait(what: &str, done: impl FnMut() -> bool) {
+    poll(2 * MINUTE, done).unwrap_or_else(|| panic!("{what}: not in two minutes"));
 }
 
 /// `ebb merge off` where the kernel says that so much is available; whether it was done.
-fn off_on_a_host_with(available: Bytes, dir: &Path, config: &str) -> (bool, String) {
+fn off_on_a_host_with(available: Bytes, dir: &Path) -> (bool, String) {
     let real = std::fs::read_to_string("/proc/meminfo").unwrap();
     let line = |l: &str| match l.starts_with("MemAvailable:") {
         true => format!("MemAvailable: {} kB\n", available.0 >> 10),
@@ -49,7 +37,8 @@ fn off_on_a_host_with(available: Bytes, dir: &Path, config: &str) -> (bool, Stri
         .args(["-m", "sh", "-c", "mount --bind \"$0\" /proc/meminfo && exec \"$@\""])
         .arg(told)
         .arg(binary().unwrap())
-        .args(["merge", "off", "--config", config])
+        .args(["merge", "off", "--config"])
+        .arg(dir.join("ebb.toml"))
         .output()
         .unwrap();
     (out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned())
@@ -64,28 +53,28 @@ fn vm_merge_off_takes_one_out_on_brings_it_in_and_off_alone_breaks_all() {
         arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
     }
     let dir = tempfile::tempdir().unwrap();
-    let config = config(dir.path(), &[("mg1", "a"), ("mg2", "a")]);
+    configure(dir.path(), &[("mg1", "a"), ("mg2", "a")]);
     // The process's own counters keep what was broken until ksmd comes by again.
     let merged = |vm: &Vm| mapped(vm).merged.0 / PAGE;
     wait("merging", || vms.iter().all(|vm| merged(vm) > 8000));
 
-    ebb(&["merge", "off", "mg1"], &config);
+    ebb_says(dir.path(), &["merge", "off", "mg1"]);
     println!("off mg1: {:?}, {:?}", mapped(&vms[0]), mapped(&vms[1]));
     assert!(!open(&vms[0]) && open(&vms[1]));
     assert!(merged(&vms[0]) == 0 && merged(&vms[1]) > 1000);
-    ebb(&["merge", "on", "mg1"], &config);
+    ebb_says(dir.path(), &["merge", "on", "mg1"]);
     assert!(open(&vms[0]));
     wait("merging again", || merged(&vms[0]) > 8000);
 
     let before = sharing();
-    let (done, said) = off_on_a_host_with(Bytes::mib(280), dir.path(), &config);
+    let (done, said) = off_on_a_host_with(Bytes::mib(280), dir.path());
     assert!(!done && said.contains("and 256 MiB must stay free, but 280 MiB"), "{said}");
     assert!(sharing() > before / 2 && knob("run") == "1", "nothing is broken: {}", sharing());
-    let said = ebb(&["merge", "off"], &config);
+    let said = ebb_says(dir.path(), &["merge", "off"]);
     println!("off: {before} pages saved, then {}; {said}", sharing());
     assert!(before > 4000 && sharing() == 0 && knob("run") == "2");
     assert!(vms.iter().all(|vm| merged(vm) == 0), "{:?}, {:?}", stat(&vms[0]), stat(&vms[1]));
-    all_is_there(&vms);
+    vms.iter().for_each(all_is_there);
 }
 
 /// A daemon that is gone for good: what it changed is put back without it, and what was
@@ -97,57 +86,21 @@ fn vm_release_puts_back_ksm_and_who_was_open_and_breaks_no_merge() {
     let dir = tempfile::tempdir().unwrap();
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
-    let config = daemon.config().to_str().unwrap().to_string();
-    let many = |s: &Value| merged(s).iter().all(|pages| *pages > 8000).then_some(());
+    let many = |s: &Value| merged(s).iter().all(|pages| *pages > 8000);
     daemon.wait_for("merging", MINUTE, many).unwrap();
-    ebb(&["merge", "off", "mg2"], &config);
-    let closed = |s: &Value| (s["vms"][1]["merge"]["open"] == false).then_some(());
+    ebb_says(dir.path(), &["merge", "off", "mg2"]);
+    let closed = |s: &Value| s["vms"][1]["merge"]["open"] == false;
     daemon.wait_for("mg2 to be out", MINUTE, closed).unwrap();
     assert!(!open(&vms[1]) && open(&vms[0]));
     daemon.crash();
     let kept = stat(&vms[0]);
     assert!(knobs() != before && dir.path().join("ksm.json").exists());
-    let said = ebb(&["release"], &config);
+    let said = ebb_says(dir.path(), &["release"]);
     println!("{said}; {kept:?}, then {:?}", stat(&vms[0]));
     assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
     assert!(vms.iter().all(open), "as QEMU was started");
     assert!(stat(&vms[0]).merged() >= kept.merged() * 9 / 10 && kept.merged() > 1000);
-    all_is_there(&vms);
-}
-
-/// Debian's, unpacked and run as it is: it reads its settings from the environment.
-struct Ksmtuned(Pid);
-
-impl Ksmtuned {
-    const PAGES: &str = "333";
-
-    fn start(dir: &Path) -> Ksmtuned {
-        let package = setup::package(&Cache::from_env(), "ksmtuned").unwrap();
-        let pid = dir.join("ksmtuned.pid");
-        let settings = [
-            ("KSM_MONITOR_INTERVAL", "1"),
-            // Every host is one that is short.
-            ("KSM_THRES_COEF", "100"),
-            ("KSM_NPAGES_MIN", Ksmtuned::PAGES),
-            ("KSM_NPAGES_MAX", Ksmtuned::PAGES),
-        ];
-        let status = Command::new(package.join("usr/sbin/ksmtuned"))
-            .envs(settings)
-            .env("PIDFILE", &pid)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .status();
-        assert!(status.unwrap().success());
-        let pid = std::fs::read_to_string(pid).unwrap();
-        Ksmtuned(Pid::from_raw(pid.trim().parse().unwrap()).unwrap())
-    }
-}
-
-impl Drop for Ksmtuned {
-    fn drop(&mut self) {
-        let _ = kill_process(self.0, Signal::KILL);
-    }
+    vms.iter().for_each(all_is_there);
 }
 
 #[test]
@@ -155,8 +108,16 @@ fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     let _arena = held();
     let dir = tempfile::tempdir().unwrap();
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
-    let tuned = Ksmtuned::start(dir.path());
-    wait("ksmtuned", || knob("pages_to_scan") == Ksmtuned::PAGES && knob("run") == "1");
+    const PAGES: &str = "333";
+    let settings = [
+        ("KSM_MONITOR_INTERVAL", "1"),
+        // Every host is one that is short.
+        ("KSM_THRES_COEF", "100"),
+        ("KSM_NPAGES_MIN", PAGES),
+        ("KSM_NPAGES_MAX", PAGES),
+    ];
+    let tuned = Ksmtuned::start(dir.path(), &settings).unwrap();
+    wait("ksmtuned", || knob("pages_to_scan") == PAGES && knob("run") == "1");
     let before = knobs();
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
     let many = |s: &Value| merged(s).iter().all(|pages| *pages > 8000).then(|| s.clone());
@@ -167,7 +128,7 @@ fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     // It goes on writing each second, and between bursts ksmd rests all the same.
     let mut back = 0;
     wait("three times that it is set back", || {
-        let theirs = || knob("run") == "1" && knob("pages_to_scan") == Ksmtuned::PAGES;
+        let theirs = || knob("run") == "1" && knob("pages_to_scan") == PAGES;
         if theirs() {
             wait("its settings to be set back", || !theirs());
             back += 1;
@@ -177,10 +138,10 @@ fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     drop(tuned);
     let rests = |s: &Value| {
         let idle = s["host"]["merge"]["why"].as_str().is_some_and(|w| w.starts_with("ksmd rests"));
-        (idle && s["host"]["ksm"]["run"] == 0).then_some(())
+        idle && s["host"]["ksm"]["run"] == 0
     };
     daemon.wait_for("rest", MINUTE, rests).unwrap();
     assert!(daemon.stop());
     assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
-    all_is_there(&vms);
+    vms.iter().for_each(all_is_there);
 }

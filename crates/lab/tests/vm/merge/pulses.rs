@@ -26,7 +26,7 @@ fn vm_pulses_merge_what_there_is_and_take_no_more_than_they_may() {
     let dir = tempfile::tempdir().unwrap();
     let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], "[merge]\nmode = \"on\"\n").unwrap();
-    let works = |s: &Value| (s["host"]["ksm"]["run"] == 1).then_some(());
+    let works = |s: &Value| s["host"]["ksm"]["run"] == 1;
     daemon.wait_for("a burst", 5 * MINUTE, works).unwrap();
     let (begun, before) = (Instant::now(), ksmd_used());
     let mut pulses = Vec::new();
@@ -36,7 +36,7 @@ fn vm_pulses_merge_what_there_is_and_take_no_more_than_they_may() {
             assert!(sleep_ms >= 4 && pages <= 100, "{pages} pages, {sleep_ms} ms");
             pulses.push(pages);
         }
-        (merged(state).iter().sum::<u64>() > 20_000).then_some(())
+        merged(state).iter().sum::<u64>() > 20_000
     };
     daemon.wait_for("pages merged in pulses", 8 * MINUTE, done).unwrap();
     let used = (ksmd_used() - before).as_secs_f64() / begun.elapsed().as_secs_f64();
@@ -50,6 +50,6 @@ fn vm_pulses_merge_what_there_is_and_take_no_more_than_they_may() {
     // Known by what a page cost a tenth of a second ago.
     assert!(used < 2.0 * SHARE, "{used}");
     assert!(pulses.iter().any(|p| *p > 8), "a first look is cheap, and known to be: {pulses:?}");
-    all_is_there(&vms);
+    vms.iter().for_each(all_is_there);
     assert!(daemon.stop());
 }

@@ -102,10 +102,7 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
 
         // It beats.
         let beat = ram.u64(h + 192);
-        guest
-            .vm
-            .wait_for("beats", MINUTE, |_| (ram.u64(h + 192) > beat + 3).then_some(()))
-            .unwrap();
+        guest.vm.wait_for("beats", MINUTE, |_| ram.u64(h + 192) > beat + 3).unwrap();
         // Not more seldom than it says, as far as this machine's load allows to tell.
         let tick = Duration::from_millis(ram.u32(h + 136));
         let (begun, mut last) = (Instant::now(), (Instant::now(), ram.u64(h + 192)));
@@ -119,8 +116,7 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
         }
         println!("{kernel}: idle for up to {longest:?} between beats, tick_ms {tick:?}");
         assert!(tick <= Duration::from_secs(1) && longest < tick * 3, "{kernel}: {longest:?}");
-        let right =
-            |_: &Vm| (ram.u64(h + 200) == mix(ram.u64(h + 192).wrapping_add(key))).then_some(());
+        let right = |_: &Vm| ram.u64(h + 200) == mix(ram.u64(h + 192).wrapping_add(key));
         guest.vm.wait_for("a right beat", MINUTE, right).unwrap();
 
         // It answers, and does so faster once it is asked often; not when paused.
@@ -130,10 +126,7 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
             let begun = Instant::now();
             ram.0.write_all_at(&challenge.to_le_bytes(), h + 208).unwrap();
             let answer = mix(!challenge ^ key);
-            guest
-                .vm
-                .wait_for("an answer", MINUTE, |_| (ram.u64(h + 216) == answer).then_some(()))
-                .unwrap();
+            guest.vm.wait_for("an answer", MINUTE, |_| ram.u64(h + 216) == answer).unwrap();
             if challenge > 0x1234_5678_9abc_def1 {
                 slowest = slowest.max(begun.elapsed());
             }
@@ -164,7 +157,7 @@ fn vm_the_host_finds_believes_and_loses_the_header() {
         assert!(bits - full > 24_000, "{bits} {full}");
         tool.stop("h").unwrap();
         let begun = Instant::now();
-        let back = |_: &Vm| (ram.set_bits(&map) > full + 24_000).then_some(());
+        let back = |_: &Vm| ram.set_bits(&map) > full + 24_000;
         guest.vm.wait_for("the bits to come back", MINUTE, back).unwrap();
         println!("{kernel}: 100 MiB freed are in the map after {:?}", begun.elapsed());
 
@@ -213,10 +206,7 @@ fn vm_what_a_dying_guest_leaves_in_ram_is_marked_as_dead() {
             let map = ram.map(h);
             assert!(ram.set_bits(&map) > 10_000);
             guest.vm.request(command, MINUTE).unwrap();
-            let until = Instant::now() + MINUTE;
-            while ram.u32(h + 128) == RUNNING && Instant::now() < until {
-                std::thread::sleep(Duration::from_millis(10));
-            }
+            ebb_lab::poll(MINUTE, || ram.u32(h + 128) != RUNNING);
             // An atomic notifier clears a moment after the word.
             std::thread::sleep(Duration::from_millis(300));
             let end = (ram.u32(h + 128), ram.u32(h + 132), ram.set_bits(&map));

@@ -39,7 +39,7 @@ fn stress(kernel: Kernel, arguments: &str) {
     let verify = tool.stat("v").unwrap();
     assert_eq!(verify.u64("errors"), 0, "{verify:?}");
     let said = guest.sh("rm /tmp/go; cat /tmp/offlined");
-    let ended = |_: &Vm| guest.sh("ls /tmp/ended 2>&1").starts_with("/tmp/ended\n").then_some(());
+    let ended = |_: &Vm| guest.sh("ls /tmp/ended 2>&1").starts_with("/tmp/ended\n");
     guest.vm.wait_for("the stress to end", MINUTE, ended).unwrap();
     guest.sh("rm -rf /tmp/s");
     tool.stop("v").unwrap();
@@ -79,7 +79,7 @@ fn vm_cpus_that_come_and_go_leave_no_false_bit() {
             for online in [0, 1] {
                 let before = guest.numbers("stats")["taken_between"];
                 guest.sh(&format!("echo {online} > /sys/devices/system/cpu/cpu1/online"));
-                let running = |_: &Vm| (guest.numbers("stats")["state"] == RUNNING).then_some(());
+                let running = |_: &Vm| guest.numbers("stats")["state"] == RUNNING;
                 guest.vm.wait_for("the map to count again", MINUTE, running).unwrap();
                 let (audit, after) = (guest.numbers("audit"), guest.numbers("stats"));
                 let at = format!("{kernel}, round {round}, online {online}");

@@ -8,13 +8,13 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ebb_core::state::OwnedVm;
 use ebb_core::units::Bytes;
+use ebb_lab::Background;
 
-use super::place::{MIB, Order, Peer, Place, Truth, parse_owned};
+use super::place::{MIB, Order, Peer, Place, Standin, Truth, parse_owned};
 
 /// Between two looks.
 const ROUND: Duration = Duration::from_millis(3);
@@ -54,27 +54,24 @@ type Wholes = Arc<Mutex<HashMap<u32, Vec<u64>>>>;
 pub struct Watch {
     wholes: Wholes,
     found: Arc<Mutex<Vec<String>>>,
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<u64>>,
+    thread: Background<u64>,
 }
 
 impl Watch {
-    pub fn start(place: &Place, vms: &[&Peer]) -> Watch {
+    pub fn start(place: &Place, vms: &[&Standin]) -> Watch {
         let wholes: HashMap<u32, Vec<u64>> =
             vms.iter().map(|vm| (vm.pid, vec![vm.truth().size])).collect();
         let wholes = Arc::new(Mutex::new(wholes));
         let found = Arc::new(Mutex::new(Vec::new()));
-        let stop = Arc::new(AtomicBool::new(false));
         let look = Look {
             file: place.state_file(),
             wholes: wholes.clone(),
             orders: HashMap::new(),
             found: found.clone(),
         };
-        let peers: Vec<Peer> = vms.iter().map(|vm| (*vm).clone()).collect();
-        let stopped = stop.clone();
-        let thread = std::thread::spawn(move || look.go_on(&peers, &stopped));
-        Watch { wholes, found, stop, thread: Some(thread) }
+        let peers: Vec<Peer> = vms.iter().map(|vm| Peer::clone(vm)).collect();
+        let thread = Background::start(move |quit| look.go_on(&peers, quit));
+        Watch { wholes, found, thread }
     }
 
     /// Somebody else sets a VM's size; [`Watch::seen`] says when Ebb has seen that.
@@ -110,17 +107,9 @@ impl Watch {
 
     /// Ends it: how many looks there were.
     pub fn end(&mut self) -> u64 {
-        self.stop.store(true, Ordering::SeqCst);
-        let looks = self.thread.take().unwrap().join().unwrap();
+        let looks = self.thread.end();
         self.check();
         looks
-    }
-}
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::SeqCst);
-        let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
@@ -133,9 +122,9 @@ struct Look {
 }
 
 impl Look {
-    fn go_on(mut self, peers: &[Peer], stop: &AtomicBool) -> u64 {
+    fn go_on(mut self, peers: &[Peer], quit: &AtomicBool) -> u64 {
         let mut looks = 0;
-        while !stop.load(Ordering::SeqCst) {
+        while !quit.load(Ordering::SeqCst) {
             for peer in peers {
                 looks += u64::from(self.at(peer));
             }

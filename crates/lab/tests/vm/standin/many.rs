@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::law::breach;
 use super::place::*;
+use crate::wait_until;
 
 /// Programs that call `select` can have no more, so this is what a process starts with.
 const SOFT: u64 = 1024;
@@ -65,14 +66,10 @@ fn wait_all_up(daemon: &Daemon, count: usize) {
     let up = |s: &Value| {
         let vms = s["vms"].as_array().unwrap();
         let known = vms.iter().filter(|v| v["actual"].as_u64() > Some(0));
-        (known.count() == count).then_some(())
+        known.count() == count
     };
-    let until = Instant::now() + PATIENCE;
-    while up(&daemon.get("/v1/state").unwrap()).is_none() {
-        let problems = daemon.get("/v1/state").unwrap()["problems"].clone();
-        assert!(Instant::now() < until, "{problems}\n{}", daemon.log());
-        wait_ticks(daemon, 1);
-    }
+    let state = || daemon.get("/v1/state").unwrap();
+    wait_until(|| up(&state()), || format!("{}\n{}", state()["problems"], daemon.log()));
 }
 
 /// What is owed by the file, and what was taken.

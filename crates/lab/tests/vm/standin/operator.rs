@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use super::law::Watch;
 use super::place::*;
 use super::sequences::end_whole;
+use crate::wait_until;
 
 fn executable(path: &std::path::Path, text: &str) {
     // Beside it, and renamed: a program that runs cannot be written.
@@ -76,7 +77,7 @@ fn sigint_and_the_end_of_its_terminal_give_back_as_sigterm_does() {
             let _ = ebb_host::daemon_client::post(place.file("ebb.sock"), "/v1/reclaim", "{}");
         }
         looks += 1;
-        (t.size + 8 * MIB <= RAM).then_some(())
+        t.size + 8 * MIB <= RAM
     });
     terminal.kill().unwrap();
     terminal.wait().unwrap();
@@ -181,7 +182,7 @@ fn who_is_killed_while_it_gives_back_leaves_the_rest_to_the_next() {
             return;
         };
         vm.tell(&json!({ "speed": 20 * MIB }));
-        let half = |t: &Truth| (t.size >= vm.least + 40 * MIB).then_some(());
+        let half = |t: &Truth| t.size >= vm.least + 40 * MIB;
         if release {
             daemon.crash();
             let mut release = Command::new(ebb::binary().unwrap())
@@ -256,7 +257,7 @@ fn while_the_state_file_cannot_be_written_memory_is_only_given() {
     squeeze(&daemon, needs);
     fs::create_dir(place.file("state.new")).unwrap();
     needs.tell(&json!({ "need": needs.least - 6 * MIB }));
-    needs.wait_for("help in need", |t| (t.size >= needs.least + 32 * MIB).then_some(()));
+    needs.wait_for("help in need", |t| t.size >= needs.least + 32 * MIB);
     for _ in 0..5 {
         daemon.reclaim_vm(&idles.name).unwrap();
         wait_ticks(&daemon, 2);

@@ -4,15 +4,16 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ebb_core::config::Config;
 use ebb_core::state::{Owned, OwnedVm};
 use ebb_lab::ebb::Daemon;
+use ebb_lab::{Sought, poll};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::of;
+use crate::{of, wait_until};
 
 pub const MIB: u64 = 1 << 20;
 /// What each stand-in has.
@@ -80,22 +81,13 @@ impl Peer {
     }
 
     /// Waits until it stands so.
-    pub fn wait_for<T>(&self, what: &str, mut found: impl FnMut(&Truth) -> Option<T>) -> T {
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let truth = self.truth();
-            if let Some(found) = found(&truth) {
-                return found;
-            }
-            assert!(Instant::now() < until, "{}: no {what}: {truth:?}", self.name);
-            std::thread::sleep(Duration::from_millis(20));
-        }
+    pub fn wait_for<S: Sought>(&self, what: &str, mut look: impl FnMut(&Truth) -> S) -> S::Found {
+        let found = poll(PATIENCE, || look(&self.truth()));
+        found.unwrap_or_else(|| panic!("{}: no {what}: {:?}", self.name, self.truth()))
     }
 
     pub fn wait_size(&self, size: u64) {
-        self.wait_for(&format!("size of {} MiB", size / MIB), |t| {
-            (t.size == size && t.told == size).then_some(())
-        });
+        self.wait_for(&format!("size of {} MiB", size / MIB), |t| t.size == size && t.told == size);
     }
 }
 
@@ -189,12 +181,8 @@ impl Place {
     }
 
     fn wait_ready(&self, standin: &Standin) {
-        let wish = json!({ "watch": self.state_file() });
-        let until = Instant::now() + PATIENCE;
-        while let Err(e) = standin.try_tell(&wish) {
-            assert!(Instant::now() < until, "{}: {e}", standin.name);
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        let told = || standin.try_tell(&json!({ "watch": self.state_file() })).is_ok();
+        wait_until(told, || format!("{} does not answer", standin.name));
     }
 
     /// Writes a configuration for these VMs and no others; `ticks`: [`USUAL`] or [`OFTEN`].
@@ -228,9 +216,7 @@ impl Place {
 
     /// Runs `ebb COMMAND` with the daemon's configuration: exit code and what it said.
     pub fn ebb(&self, command: &str) -> (i32, String) {
-        let config = self.dir.path().join("ebb.toml");
-        let (code, out, err) =
-            ebb_lab::ebb::run(&[command, "--config", config.to_str().unwrap()]).unwrap();
+        let (code, out, err) = ebb_lab::ebb::run_in(self.dir.path(), &[command]).unwrap();
         (code, out + &err)
     }
 
@@ -254,15 +240,6 @@ pub fn parse_owned(text: &[u8]) -> Result<Owned, String> {
         return Ok(Owned::default());
     }
     serde_json::from_slice(text).map_err(|e| format!("the state file is damaged: {e}"))
-}
-
-/// Waits until it is done; `said` is what is told where it does not come to that.
-pub fn wait_until(mut done: impl FnMut() -> bool, said: impl Fn() -> String) {
-    let until = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < until, "{}", said());
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }
 
 /// Waits until the daemon shows a VM so.
@@ -295,6 +272,6 @@ pub fn squeeze(daemon: &Daemon, vm: &Peer) {
             daemon.reclaim_vm(&vm.name).unwrap();
         }
         looks += 1;
-        (t.size == vm.least && t.told == vm.least).then_some(())
+        t.size == vm.least && t.told == vm.least
     });
 }

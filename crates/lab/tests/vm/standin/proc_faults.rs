@@ -155,9 +155,9 @@ impl Run {
         let place = Place::new()?;
         let vms: Vec<Standin> =
             (0..3).map(|i| place.standin(&format!("p{seed}r{i}"), i % 2 == 0)).collect();
-        let peers: Vec<&Peer> = vms.iter().map(|vm| &**vm).collect();
-        let watch = Watch::start(&place, &peers);
-        let config = place.configure(OFTEN, &vms.iter().collect::<Vec<_>>());
+        let all: Vec<&Standin> = vms.iter().collect();
+        let watch = Watch::start(&place, &all);
+        let config = place.configure(OFTEN, &all);
         let switch: Switch = Arc::new(Mutex::new((None, Rng::with_seed(seed))));
         let driven = Driven::new(&config, &switch, place.state_file());
         let engine = Engine::new(config.clone(), false);

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::law::Watch;
 use super::place::*;
+use crate::wait_until;
 
 /// What each needs that is left in peace.
 const LITTLE: u64 = 64 * MIB;
@@ -86,9 +87,8 @@ impl Run {
                 set_by_others: None,
             })
             .collect();
-        let peers: Vec<&Peer> = vms.iter().map(|vm| &*vm.standin).collect();
-        let watch = Watch::start(&place, &peers);
         let standins: Vec<&Standin> = vms.iter().map(|vm| &vm.standin).collect();
+        let watch = Watch::start(&place, &standins);
         let daemon = Some(place.daemon(OFTEN, &standins));
         let rng = Rng::with_seed(seed);
         Some(Run { seed, place, vms, watch, daemon, rng, done: Vec::new() })
@@ -238,7 +238,7 @@ impl Run {
         self.tell(i, json!({ "reset": true }));
         self.vms[i].reset = Some(Instant::now());
         let (vm, whole) = (&self.vms[i].standin, self.watch.whole_of(&self.vms[i].standin));
-        vm.wait_for("size after a reset", |t| (t.size == whole && t.told == whole).then_some(()));
+        vm.wait_for("size after a reset", |t| t.size == whole && t.told == whole);
     }
 
     fn crash(&mut self) {
@@ -251,8 +251,7 @@ impl Run {
         self.note("SIGHUP".into());
         let before = self.daemon().log().matches("begun anew").count();
         self.daemon().signal(Signal::HUP);
-        let again =
-            |_: &Value| (self.daemon().log().matches("begun anew").count() > before).then_some(());
+        let again = |_: &Value| self.daemon().log().matches("begun anew").count() > before;
         // The socket is another's for a moment.
         let anew = || self.daemon().wait_for("daemon anew", PATIENCE, again).is_ok();
         wait_until(anew, || self.daemon().log());
@@ -289,7 +288,7 @@ impl Run {
             self.tell(i, json!({ "need": need }));
         }
         let before = self.vms[i].standin.truth().commands;
-        self.vms[i].standin.wait_for("commands", |t| (t.commands > before + 40).then_some(()));
+        self.vms[i].standin.wait_for("commands", |t| t.commands > before + 40);
         drop(limited);
         self.lift(i);
     }

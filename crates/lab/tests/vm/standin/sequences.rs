@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use super::law::Watch;
 use super::place::*;
+use crate::wait_until;
 
 /// Fewer ticks than an operator is left alone for, more than Ebb needs to do anything.
 const WHILE: u64 = 25;
@@ -27,7 +28,7 @@ fn end_well(place: &Place, daemon: Daemon, watch: Watch, vms: &[&Standin]) {
     end_whole(place, daemon, watch, vms);
     for vm in vms {
         // What it was told last it may do later.
-        let as_before = |t: &Truth| (t.interval_s == 0).then_some(());
+        let as_before = |t: &Truth| t.interval_s == 0;
         vm.wait_for("questions for statistics as before", as_before);
     }
 }
@@ -37,13 +38,12 @@ fn a_qemu_that_answers_in_250_ms_is_heard_helped_and_given_back() {
     let Some(place) = Place::new() else { return };
     let vms = [true, false].map(|d| place.standin(&format!("slow-{d}"), d));
     let vms: Vec<&Standin> = vms.iter().collect();
-    let peers: Vec<&Peer> = vms.iter().map(|vm| &***vm).collect();
-    let watch = Watch::start(&place, &peers);
+    let watch = Watch::start(&place, &vms);
     let daemon = place.daemon(USUAL, &vms);
     vms.iter().for_each(|vm| squeeze(&daemon, vm));
     for vm in &vms {
         vm.tell(&json!({ "latency_ms": 250, "need": vm.least - 6 * MIB }));
-        vm.wait_for("help in need", |t| (t.size >= vm.least + 32 * MIB).then_some(()));
+        vm.wait_for("help in need", |t| t.size >= vm.least + 32 * MIB);
         wait_shown(&daemon, vm, "size", |v| v["actual"].as_u64() > Some(vm.least));
         vm.tell(&json!({ "need": 64 * MIB }));
     }
@@ -109,8 +109,7 @@ fn an_operator_who_raises_or_lowers_a_size_is_not_fought() {
     let vms: Vec<Standin> =
         (0..cases.len()).map(|i| place.standin(&format!("op{i}"), cases[i].0)).collect();
     let vms: Vec<&Standin> = vms.iter().collect();
-    let peers: Vec<&Peer> = vms.iter().map(|vm| &***vm).collect();
-    let watch = Watch::start(&place, &peers);
+    let watch = Watch::start(&place, &vms);
     let daemon = place.daemon(OFTEN, &vms);
     for (vm, (_, ballooned, ..)) in vms.iter().zip(cases) {
         vm.tell(&json!({ "need": 64 * MIB }));
@@ -142,8 +141,7 @@ fn garbage_errors_and_closed_sockets_cost_nobody_what_it_is_owed() {
     let Some(place) = Place::new() else { return };
     let vms = [true, false].map(|d| place.standin(&format!("odd-{d}"), d));
     let vms: Vec<&Standin> = vms.iter().collect();
-    let peers: Vec<&Peer> = vms.iter().map(|vm| &***vm).collect();
-    let watch = Watch::start(&place, &peers);
+    let watch = Watch::start(&place, &vms);
     let daemon = place.daemon(OFTEN, &vms);
     vms.iter().for_each(|vm| squeeze(&daemon, vm));
     let every = |value: Value| -> Value {
@@ -177,8 +175,7 @@ fn an_order_whose_answer_is_lost_is_owed_all_the_same() {
     let Some(place) = Place::new() else { return };
     let vms = [true, false].map(|d| place.standin(&format!("loses-{d}"), d));
     let vms: Vec<&Standin> = vms.iter().collect();
-    let peers: Vec<&Peer> = vms.iter().map(|vm| &***vm).collect();
-    let watch = Watch::start(&place, &peers);
+    let watch = Watch::start(&place, &vms);
     let daemon = place.daemon(OFTEN, &vms);
     for vm in &vms {
         wait_link(&daemon, vm);
@@ -219,8 +216,7 @@ fn a_guest_that_is_reset_has_all_its_memory_again() {
     let Some(place) = Place::new() else { return };
     let vms = [true, false].map(|d| place.standin(&format!("reset-{d}"), d));
     let vms: Vec<&Standin> = vms.iter().collect();
-    let peers: Vec<&Peer> = vms.iter().map(|vm| &***vm).collect();
-    let watch = Watch::start(&place, &peers);
+    let watch = Watch::start(&place, &vms);
     let daemon = place.daemon(OFTEN, &vms);
     for vm in &vms {
         squeeze(&daemon, vm);
