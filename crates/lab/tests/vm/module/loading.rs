@@ -16,8 +16,7 @@ fn vm_the_module_loads_by_insmod_alone_and_leaves_no_trace() {
             let whole = |_: &Vm| {
                 let audit = guest.numbers("audit");
                 assert_eq!(audit["false"], 0, "{kernel}: {audit:?} {said}");
-                let most = audit["set"] > 150_000 && audit["missed"] * 100 < audit["free"];
-                most
+                audit["set"] > 150_000 && audit["missed"] * 100 < audit["free"]
             };
             guest.vm.wait_for("a map of what is free", Duration::from_secs(5), whole).unwrap();
             assert!(guest.insmod("").contains("File exists"));
