@@ -19,14 +19,14 @@ const AGAIN: Duration = Duration::from_millis(300);
 /// It is over then in any case.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What is measured on the host; in the result, what has come of it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-struct Figures {
-    /// The VMs' residency: its fall.
+/// The result, measured on the host.
+#[derive(Debug, Default, PartialEq, Serialize)]
+struct Came {
+    /// Fall of the VMs' residency.
     resident: Bytes,
-    /// The host's free memory: its rise, which is the proof, but others use it too.
+    /// Rise of the host's free memory: the proof, but others use it too.
     host_free: Bytes,
-    /// The VMs' cgroup usage, where they have a common one: its fall.
+    /// Fall of the VMs' cgroup usage, where they have a common one.
     pool: Option<Bytes>,
     /// Recycled page by page.
     recycled: Bytes,
@@ -35,20 +35,28 @@ struct Figures {
     seconds: f64,
 }
 
-impl Figures {
-    fn of(state: &State, request: &Reclaim) -> Figures {
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Now {
+    resident: Bytes,
+    free: Bytes,
+    pool: Option<Bytes>,
+    recycled: Bytes,
+    ballooned: Bytes,
+}
+
+impl Now {
+    fn of(state: &State, request: &Reclaim) -> Now {
         let vms = || state.vms.iter().filter(|v| request.means(&v.name));
-        Figures {
+        Now {
             resident: vms().filter_map(|v| v.resident).sum(),
-            host_free: state.host.free.unwrap_or_default(),
+            free: state.host.free.unwrap_or_default(),
             pool: state.host.pool.as_ref().map(|p| p.usage),
             recycled: vms().filter_map(|v| v.agent.as_ref()).map(|a| a.counters.recycled).sum(),
             ballooned: vms().map(|v| v.ballooned).sum(),
-            seconds: 0.0,
         }
     }
 
-    fn moved(&self, other: &Figures) -> bool {
+    fn moved(&self, other: &Now) -> bool {
         let far = |a: Bytes, b: Bytes| a.abs_diff(b) >= Bytes::mib(2);
         far(self.resident, other.resident)
             || far(self.recycled, other.recycled)
@@ -65,7 +73,7 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
     if state.daemon.dry_run {
         bail!("the daemon is in a dry run: it changes nothing");
     }
-    let before = Figures::of(&state, &request);
+    let before = Now::of(&state, &request);
     daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
     let came = watch(socket, &request, before)?;
     emit_as(json, &came, || Ok(text(&came)))?;
@@ -91,7 +99,7 @@ fn fresh(socket: &str) -> Result<State> {
     }
 }
 
-fn watch(socket: &str, request: &Reclaim, before: Figures) -> Result<Figures> {
+fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
     let began = Instant::now();
     let (mut last, mut moved) = (before, began);
     let mut again = AGAIN;
@@ -103,14 +111,14 @@ fn watch(socket: &str, request: &Reclaim, before: Figures) -> Result<Figures> {
             again += AGAIN;
             daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?)?;
         }
-        let now = Figures::of(&daemon_client::get_json(socket, "/v1/state")?, request);
+        let now = Now::of(&daemon_client::get_json(socket, "/v1/state")?, request);
         if now.moved(&last) {
             (last, moved) = (now, Instant::now());
         }
     }
-    Ok(Figures {
+    Ok(Came {
         resident: before.resident - last.resident,
-        host_free: last.host_free - before.host_free,
+        host_free: last.free - before.free,
         pool: before.pool.zip(last.pool).map(|(b, l)| b - l),
         recycled: last.recycled - before.recycled,
         ballooned: last.ballooned - before.ballooned,
@@ -118,7 +126,7 @@ fn watch(socket: &str, request: &Reclaim, before: Figures) -> Result<Figures> {
     })
 }
 
-fn text(c: &Figures) -> String {
+fn text(c: &Came) -> String {
     if c.recycled + c.ballooned == Bytes::ZERO {
         return "nothing was taken: `ebb status` and `ebb explain VM` say why\n".into();
     }
