@@ -178,14 +178,16 @@ impl Engine {
         let mut forbidden = None;
         let mut outcomes = Vec::new();
         if !self.dry_run {
-            let took_ms = host.now().since(model.at);
-            if took_ms > LOOK_MOST_MS {
-                only_gives(plan);
-                forbidden = Some(format!(
-                    "the look at host and VMs took {took_ms} ms: too old to take anything by"
-                ));
-            }
+            let too_old = |now: Stamp, what| {
+                let age_ms = now.since(model.at);
+                let why = format!("{what} took {age_ms} ms: too old to take anything by");
+                (age_ms > LOOK_MOST_MS).then_some(why)
+            };
+            forbidden = too_old(host.now(), "the look at host and VMs");
             // Giving waits for no disk.
+            if forbidden.is_some() {
+                only_gives(plan);
+            }
             let gives = plan.actions.partition_point(Action::gives);
             if gives > 0 {
                 outcomes = host.apply(&plan.actions[..gives]);
@@ -195,11 +197,14 @@ impl Engine {
             if self.written.as_ref() != Some(&owned) || !host.remembers() {
                 match host.remember(&owned) {
                     Ok(()) => self.written = Some(owned),
-                    Err(why) => {
-                        only_gives(plan);
-                        forbidden = Some(why);
-                    }
+                    Err(why) => forbidden = Some(why),
                 }
+                // A disk may have been slow.
+                forbidden = forbidden
+                    .or_else(|| too_old(host.now(), "the look, and writing the state file,"));
+            }
+            if forbidden.is_some() {
+                only_gives(plan);
             }
             if plan.actions.len() > gives {
                 outcomes.extend(host.apply(&plan.actions[gives..]));

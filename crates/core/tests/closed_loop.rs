@@ -6,10 +6,13 @@ mod common;
 use common::{Guest, Toy, id};
 use ebb_core::config::Config;
 use ebb_core::model::Progress;
-use ebb_core::plan::{Action, Reason};
+use ebb_core::plan::{Action, Outcome, Reason};
+use ebb_core::policy::admission::{AdmissionRequest, admit, supply};
+use ebb_core::sample::{Sample, VmId};
+use ebb_core::state::Owned;
 use ebb_core::task::StageName;
-use ebb_core::tick::{Engine, Host, Next, Tick};
-use ebb_core::units::Bytes;
+use ebb_core::tick::{Engine, Host, Next, Tick, Wake};
+use ebb_core::units::{Bytes, Stamp};
 
 fn engine(reserve_gib: u64, host: &Toy) -> Engine {
     let config = Config { reserve: Some(Bytes::gib(reserve_gib)), ..Config::default() };
@@ -198,4 +201,83 @@ fn one_that_hangs_keeps_no_memory_from_another_that_grows() {
         h.guests[1].used == h.guests[1].wanted
     });
     assert!(seconds < 20.0 && waited <= 2, "{seconds} s, at its limit in {waited} ticks");
+}
+
+/// A guest of 16 GiB works with 12 GiB for 15 s of each 30, and reports what it frees. On a host of
+/// 24 GiB there is no room for a VM of 10 GiB beside it, whenever that is asked.
+#[test]
+fn a_plan_does_not_promise_what_a_vm_needed_a_moment_ago() {
+    let guest = Guest { resident: Bytes::gib(1), touch: 4 << 30, ..Guest::new(16, 1) };
+    let mut host = Toy::new(24, 2, vec![guest]);
+    let mut engine = Engine::new(Config::default(), false);
+    let began = host.now;
+    let mut asked = 0;
+    for second in 0..150u64 {
+        let works = second % 30 < 15;
+        let g = &mut host.guests[0];
+        g.wanted = Bytes::gib(if works { 12 } else { 1 });
+        if !works {
+            (g.used, g.resident) = (g.wanted, g.wanted);
+        }
+        while host.now < began + (second + 1) * 1000 {
+            let (_, model) = engine.step(&mut host);
+            if second >= 90 && second % 15 == 10 {
+                let request = AdmissionRequest { memory: Bytes::gib(10), count: 1 };
+                let answer = admit(&supply(&model, &engine.memory), &request);
+                assert!(!answer.yes, "{second} s: {}", answer.why);
+                asked += 1;
+            }
+            host.wait(&engine.next(&model));
+        }
+    }
+    assert!(asked >= 4, "{asked}");
+}
+
+/// Writing the state file down takes a minute.
+struct SlowDisk {
+    toy: Toy,
+    read_at: u64,
+    /// Of each order to shrink: how old what it was decided by was, milliseconds.
+    ages: Vec<u64>,
+}
+
+impl Host for SlowDisk {
+    fn now(&self) -> Stamp {
+        self.toy.now()
+    }
+
+    fn read(&mut self, owed: &[VmId]) -> Sample {
+        self.read_at = self.toy.now;
+        self.toy.read(owed)
+    }
+
+    fn remember(&mut self, owned: &Owned) -> Result<(), String> {
+        self.toy.wait(&Next { at: Stamp(self.toy.now + 60_000), ..Next::default() });
+        self.toy.remember(owned)
+    }
+
+    fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
+        let takes = actions.iter().filter(|a| a.to < a.from).count();
+        self.ages.extend(std::iter::repeat_n(self.toy.now - self.read_at, takes));
+        self.toy.apply(actions)
+    }
+
+    fn wait(&mut self, next: &Next) -> Wake {
+        self.toy.wait(next)
+    }
+}
+
+#[test]
+fn nothing_is_taken_by_numbers_from_before_a_slow_write() {
+    let busy = Guest { resident: Bytes::gib(3), ..Guest::new(8, 3) };
+    let toy = Toy::new(12, 1, vec![Guest::new(8, 1), busy]);
+    let mut host = SlowDisk { toy, read_at: 0, ages: Vec::new() };
+    let mut engine = Engine::new(Config::default(), false);
+    let mut forbidden = 0;
+    for _ in 0..10 {
+        let (tick, model) = engine.step(&mut host);
+        forbidden += usize::from(tick.forbidden.is_some_and(|why| why.contains("too old")));
+        host.wait(&engine.next(&model));
+    }
+    assert!(forbidden > 0 && host.ages.iter().all(|age| *age <= 3_000), "{:?}", host.ages);
 }

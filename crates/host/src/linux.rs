@@ -126,6 +126,8 @@ pub struct LinuxHost {
     scan_problems: Vec<Problem>,
     limits: MemoryLimits,
     trigger: Option<PsiTrigger>,
+    /// The kernel gives none: said once, as PSI's averages are read each tick all the same.
+    no_trigger: bool,
     /// Where there is no PSI of the pool, and when they last ended a sleep.
     notifications: Option<PressureEvents>,
     notified: Option<Instant>,
@@ -164,6 +166,7 @@ impl LinuxHost {
         let libvirt = Libvirt::new(options.root.clone(), options.trust.containers)?;
         Ok(LinuxHost {
             trigger: None,
+            no_trigger: false,
             notifications: None,
             notified: None,
             background: act::background(&options.root),

@@ -226,8 +226,8 @@ const SWAP_MARK: f64 = (1 << 20) as f64;
 /// Reading again what was just reclaimed, pages a second, likewise: 8 MiB/s.
 const REFAULTS_MARK: f64 = 2048.0;
 /// The signs that a guest is short; empty when it is not. While a balloon grows
-/// its own driver stalls, reclaims and swaps out, which is no sign.
-pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
+/// its own driver stalls, reclaims and swaps out, which is no sign. `owed`: what Ebb has of it.
+pub(super) fn distress(g: &GuestModel, owed: Bytes, inflating: bool) -> String {
     if g.available < g.short_mark {
         return format!("{} available, below its mark of {}", g.available, g.short_mark);
     }
@@ -236,10 +236,14 @@ pub(super) fn distress(g: &GuestModel, inflating: bool) -> String {
     // left beyond its need, and beyond the cache that it reads again and again, is little.
     let tight = g.idle < g.buffer;
     let rate = |is: bool, rate: f64| is.then_some(Bytes(rate as u64));
+    // A process that its own cgroup's limit kills is counted, too. Before the kernel kills one for
+    // want of the guest's memory, it takes back what the balloon has, where it may, and page cache.
+    let lost = tight || !g.deflate_on_oom && owed > Bytes::ZERO && g.cache < g.short_mark;
     let grows = g.need + g.available < g.soon() + g.short_mark;
     let reread = r.refaults * PAGE as f64;
     let signs = [
-        (r.oom_kills > 0).then(|| format!("{} processes killed for lack of memory", r.oom_kills)),
+        (lost && r.oom_kills > 0)
+            .then(|| format!("{} processes killed for lack of memory", r.oom_kills)),
         rate(grows, r.need).map(|b| format!("{} available, need grows by {b}/s", g.available)),
         rate(tight && r.swap_in >= SWAP_MARK, r.swap_in).map(|b| format!("swapping in {b}/s")),
         rate(tight && r.swap_out >= SWAP_MARK && !inflating, r.swap_out)
@@ -260,6 +264,8 @@ mod tests {
     use crate::sample::{AgentSample, BalloonSample, Link, ProcessMemory};
     use crate::state::{Doubt, Hot};
     use crate::wire::AgentState;
+
+    const OWED: Bytes = Bytes::mib(1);
 
     fn stats(available_mib: u64) -> GuestStats {
         GuestStats { available: Some(Bytes::mib(available_mib)), ..GuestStats::default() }
@@ -412,7 +418,7 @@ mod tests {
                 rates: Some(reads),
                 ..GuestModel::default()
             };
-            distress(&g, false)
+            distress(&g, OWED, false)
         };
         assert_eq!(with(200), "");
         assert!(with(199).contains("swapping in"), "most of that is cache in use");
@@ -461,12 +467,12 @@ mod tests {
             ..GuestModel::default()
         };
         let stalls = GuestRates { alloc_stalls: 5.0, ..GuestRates::default() };
-        assert!(distress(&g(stalls), false).contains("allocation stalls"));
-        assert_eq!(distress(&g(stalls), true), "");
+        assert!(distress(&g(stalls), OWED, false).contains("allocation stalls"));
+        assert_eq!(distress(&g(stalls), OWED, true), "");
         let refaults = GuestRates { refaults: 4096.0, ..GuestRates::default() };
-        assert!(distress(&g(refaults), true).contains("reads again 16 MiB/s"));
+        assert!(distress(&g(refaults), OWED, true).contains("reads again 16 MiB/s"));
         let calm = GuestRates { refaults: 100.0, ..GuestRates::default() };
-        assert_eq!(distress(&g(calm), false), "");
+        assert_eq!(distress(&g(calm), OWED, false), "");
     }
 
     #[test]
@@ -480,8 +486,27 @@ mod tests {
             rates: Some(rates),
             ..GuestModel::default()
         };
-        assert_eq!(distress(&g, false), "swapping out 4 MiB/s");
-        assert_eq!(distress(&g, true), "", "for the balloon");
-        assert_eq!(distress(&GuestModel { idle: g.buffer, ..g }, false), "", "it has enough");
+        assert_eq!(distress(&g, OWED, false), "swapping out 4 MiB/s");
+        assert_eq!(distress(&g, OWED, true), "", "for the balloon");
+        assert_eq!(distress(&GuestModel { idle: g.buffer, ..g }, OWED, false), "", "it has enough");
+    }
+
+    /// Its kernel counts processes that the limit of a cgroup in it kills as well.
+    #[test]
+    fn a_kill_counts_where_the_guest_may_have_been_short() {
+        let killed = GuestRates { oom_kills: 1, ..GuestRates::default() };
+        let says = |idle, cache, owed, deflate_on_oom| {
+            let (available, buffer) = (Bytes::mib(600), Bytes::mib(128));
+            let (idle, cache) = (Bytes::mib(idle), Bytes::mib(cache));
+            let (short_mark, rates) = (Bytes::mib(41), Some(killed));
+            let more = GuestModel { deflate_on_oom, rates, ..GuestModel::default() };
+            let g = GuestModel { available, idle, buffer, cache, short_mark, ..more };
+            !distress(&g, Bytes::mib(owed), false).is_empty()
+        };
+        assert!(says(100, 400, 100, true), "it has little left");
+        assert!(!says(600, 10, 0, false), "it has all that it may");
+        assert!(!says(600, 10, 100, true), "it would have taken back what the balloon has");
+        assert!(!says(600, 400, 100, false), "it would have dropped its page cache");
+        assert!(says(600, 10, 100, false), "the dead process may have had what is free now");
     }
 }

@@ -213,7 +213,8 @@ impl VmModel {
         model.standing = standing(unmanaged, vm, &model, m, sample.at);
         model.beyond_balloon = model.managed && beyond_balloon(vm, m, sample.at);
         let inflating = m.inflates(sample.at, actual);
-        model.distress = model.guest.as_ref().map(|g| distress(g, inflating)).unwrap_or_default();
+        let signs = model.guest.as_ref().map(|g| distress(g, model.owed, inflating));
+        model.distress = signs.unwrap_or_default();
         if !model.distress.is_empty() && model.guest.is_some_and(|g| g.by_module) {
             model.distress += ", by its module's facts";
         }

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::LastResort;
 use crate::policy::allot::{Level, want};
+use crate::policy::balloon::CALM_MS;
 use crate::policy::recycle::to_come_in;
 use crate::policy::take::{base, idle, priced};
 use crate::state::{Memory, VmMemory};
@@ -56,6 +57,9 @@ pub struct Supply {
     pub promised: Bytes,
     /// What others than VMs used in the last half hour beyond what they use now.
     pub others: Bytes,
+    /// What VMs needed in the last minute beyond what the host holds for them.
+    #[serde(default)]
+    pub needed: Bytes,
     /// Free swap.
     pub swap: Bytes,
     pub vms: Vec<VmSupply>,
@@ -64,7 +68,7 @@ pub struct Supply {
 impl Supply {
     /// What of its headroom is not for VMs to come.
     fn spoken_for(&self) -> Bytes {
-        self.promised + self.others + self.reserve
+        self.promised + self.others + self.needed + self.reserve
     }
 }
 
@@ -136,6 +140,12 @@ pub fn supply(model: &Model, memory: &Memory) -> Supply {
     }
     let (host, limit) = (&model.host, &model.host.shown);
     let of_vm = |vm: &VmModel| vm_supply(model.at, vm, memory.of(vm.id));
+    let inside = || model.vms.iter().filter(|vm| !vm.outside);
+    let needed = |vm: &VmModel| {
+        let peak = memory.of(vm.id).recent.peak(model.at, CALM_MS);
+        // What it was given lately and has not touched is promised to it.
+        peak - vm.guest_held().unwrap_or(peak) - vm.outstanding
+    };
     Supply {
         known: host.known,
         state: limit.state,
@@ -145,8 +155,9 @@ pub fn supply(model: &Model, memory: &Memory) -> Supply {
         promised: limit.promised + limit.outstanding,
         others: memory.past(&limit.name).map_or(Bytes::ZERO, |past| past.2.highest())
             - model.others(),
+        needed: inside().map(needed).sum(),
         swap: host.offload_room.unwrap_or_default(),
-        vms: model.vms.iter().filter(|vm| !vm.outside).map(of_vm).collect(),
+        vms: inside().map(of_vm).collect(),
     }
 }
 
@@ -219,7 +230,9 @@ fn why(supply: &Supply, request: &AdmissionRequest, a: &Admission) -> String {
     let promised = supply.promised.if_any(|p| format!(" and the {p} promised to VMs that start"));
     let used = |o| format!(" and the {o} that its other processes used within half an hour");
     let others = supply.others.if_any(used);
-    let has = format!("the host {has} its reserve{promised}{others}");
+    let again = |n| format!(" and the {n} that VMs needed again within a minute");
+    let needed = supply.needed.if_any(again);
+    let has = format!("the host {has} its reserve{promised}{needed}{others}");
     let others: Bytes = a.from.iter().map(|g| g.bytes).sum();
     match (a.yes, a.from.len()) {
         (true, 0) => format!("{what}; {has}"),

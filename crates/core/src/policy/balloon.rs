@@ -173,9 +173,8 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
         () if vm.hands_off.is_some() && shrinks => withdraw(Reason::HandsOff),
         () if m.stalled(vm) => withdraw(Reason::Withdrawn),
         () if shrinks && needed => withdraw(Reason::Needed),
-        () if !vm.distress.is_empty() => {
-            Some(Verdict::Hold(format!("{}, but it has all it may", vm.distress)))
-        }
+        // With them, as it may be asked for what another lives by.
+        () if !vm.distress.is_empty() => None,
         () if actual > vm.ceiling && vm.standing == Standing::Ready && !busy => {
             above_ceiling(model, vm, m, actual)
         }
@@ -317,19 +316,24 @@ fn relieve(
     let host = &model.host;
     let shown = &host.shown;
     let host_starves = host.known && shown.headroom + shown.swap_left < shown.reserve.share(LAST);
-    let has_part = |i: usize, wish: &Wish| {
+    let gives = |i: usize, from: Bytes| {
         let (vm, m) = (&model.vms[i], of(&i));
         let lives = m.reboot.is_none() && vm.unseen.is_empty();
-        let may = host_starves || !Distress::of(model, vm, m).short;
-        // An order that takes more of it than that is to end first.
+        let may = host_starves || starves && !Distress::of(model, vm, m).short;
+        // An order that takes more of it than its part is to end first.
         let goes_on = |part: &Part| m.order.is_some_and(|o| o.to < part.keeps);
-        lives && may && parts[i].is_some_and(|part| wish.from > part.keeps && !goes_on(&part))
+        lives && may && parts[i].is_some_and(|part| from > part.keeps && !goes_on(&part))
     };
     for ((i, wish), left) in poor.iter().zip(&wishes).zip(left) {
-        if (starves || host_starves) && left.all <= wish.from && has_part(*i, wish) {
-            continue;
+        if left.all > wish.from || !gives(*i, wish.from) {
+            verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, left.all));
         }
-        verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, left.all));
+    }
+    for (i, vm) in model.vms.iter().enumerate().filter(|(_, vm)| !vm.distress.is_empty()) {
+        let has_all = verdicts[i].is_none() && poor.binary_search(&i).is_err();
+        if has_all && vm.actual.is_some_and(|actual| !gives(i, actual)) {
+            verdicts[i] = Some(Verdict::Hold(format!("{}, but it has all it may", vm.distress)));
+        }
     }
     deferred
 }

@@ -37,6 +37,9 @@ pub(super) const CALM_STEP: f64 = STEPS.2;
 /// A guest that was given what it needs is left alone for this time where headroom is below what the
 /// host is to keep and what guests' needs will grow by.
 const SHORT_PAUSE_MS: u64 = 20_000;
+/// While guests wait, what a guest has freed is recycled before its balloon grows if it is at least
+/// this share of what the balloon would bring.
+const FREED_FIRST: f64 = 0.125;
 /// If not even all needs fit, a guest that was given memory keeps what it must have for this time.
 const SHORT_MS: u64 = 3_000;
 
@@ -224,12 +227,13 @@ fn candidate(
         return Err(format!("it was given memory: left alone for {} s", left.div_ceil(1000)));
     }
     // What is free already goes first, and never both at a time. What recycling leaves is the
-    // balloon's.
-    if let Some(agent) = usable(vm) {
-        let freed = to_come(model, vm, m);
-        if agent.busy || freed >= LEAST_STEP {
-            return Err(format!("{freed} that it has freed are recycled first"));
-        }
+    // balloon's. Where guests wait, so is all of a guest in which little is free: one that reads
+    // files always has freed something.
+    let freed = to_come(model, vm, m);
+    let recycled = || format!("{freed} that it has freed are recycled first");
+    let waits = urgent || late;
+    if usable(vm).is_some_and(|a| a.busy) || freed >= LEAST_STEP && !waits {
+        return Err(recycled());
     }
     let before = base(m, actual);
     let base = given.unwrap_or(before);
@@ -251,6 +255,9 @@ fn candidate(
     }
     let given = before - base;
     let step = step(vm, m, model, pace) - given;
+    if freed >= LEAST_STEP.max(step.min(idle).share(FREED_FIRST)) {
+        return Err(recycled());
+    }
     if !urgent && busy(m, actual, step.min(idle)) {
         return Err(format!("it is still shrinking to {base}"));
     }

@@ -84,15 +84,16 @@ pub struct Heard {
     seen: Option<(GuestStats, Stamp)>,
     /// The last words came after this.
     after: Option<Stamp>,
+    /// When they were first seen.
+    first: Stamp,
 }
 
 impl Heard {
     /// QEMU showed these words (whose age is not known yet) at `at` or later.
     pub fn see(&mut self, at: Stamp, words: GuestStats) {
-        self.after = match self.seen {
-            Some((old, _)) if old == words => self.after,
-            Some((_, seen)) => Some(seen),
-            None => None,
+        (self.after, self.first) = match self.seen {
+            Some((old, _)) if old == words => (self.after, self.first),
+            seen => (seen.map(|(_, seen)| seen), at),
         };
         self.seen = Some((words, at));
     }
@@ -104,12 +105,16 @@ impl Heard {
 
     /// How old the words seen last are at most, milliseconds: by the wall clock (not
     /// where that was set back to before they came), or by when others were seen,
-    /// whichever is younger.
+    /// whichever is younger. Where neither tells, by when they were first seen.
     pub fn age_ms(&self, at: Stamp, wall_ms: u64) -> u64 {
         let Some((words, _)) = self.seen else { return 0 };
         let updated_ms = words.updated_s.saturating_mul(1000);
         let by_wall = (updated_ms <= wall_ms + 1500).then(|| wall_ms.saturating_sub(updated_ms));
-        by_wall.into_iter().chain(self.after.map(|t| at.since(t))).min().unwrap_or(0)
+        by_wall
+            .into_iter()
+            .chain(self.after.map(|t| at.since(t)))
+            .min()
+            .unwrap_or(at.since(self.first))
     }
 }
 
@@ -149,6 +154,17 @@ mod tests {
         let mut heard = Heard::default();
         looks.iter().for_each(|(at, words)| heard.see(Stamp(*at), *words));
         heard.age_ms(Stamp(looks[looks.len() - 1].0), wall_ms)
+    }
+
+    /// The wall clock shows an earlier time than the guest's last words, and the daemon is new.
+    #[test]
+    fn words_from_before_the_clock_was_set_back_grow_old() {
+        let words = GuestStats { updated_s: 10_000, ..GuestStats::default() };
+        let mut heard = Heard::default();
+        (0..10).for_each(|s| heard.see(Stamp(s * 1000), words));
+        assert_eq!(heard.age_ms(Stamp(9_000), 7_009_000), 9_000);
+        heard.see(Stamp(10_000), GuestStats { free: Some(Bytes::gib(1)), ..words });
+        assert_eq!(heard.age_ms(Stamp(10_200), 7_010_200), 1_200, "since the look before");
     }
 
     #[test]

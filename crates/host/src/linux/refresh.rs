@@ -143,16 +143,13 @@ impl LinuxHost {
 
     fn open_trigger(&mut self, problems: &mut Vec<Problem>) {
         let Some((stall, window)) = self.options.psi_trigger_us else { return };
-        if self.trigger.is_none() {
+        if self.trigger.is_none() && !self.no_trigger {
             let open =
                 |stall, window| PsiTrigger::open(&self.options.root, psi::MEMORY, stall, window);
             // Without CAP_SYS_RESOURCE the kernel takes windows of whole 2 s only.
             let opened = open(stall, window).or_else(|_| open(stall.saturating_mul(2), 2_000_000));
             self.trigger = noted(problems, "PSI trigger", opened);
-            if self.trigger.is_none() {
-                // Said once: PSI's averages are read each tick all the same.
-                self.options.psi_trigger_us = None;
-            }
+            self.no_trigger = self.trigger.is_none();
         }
     }
 

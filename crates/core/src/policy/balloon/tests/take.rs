@@ -470,6 +470,13 @@ fn what_is_free_already_is_recycled_before_a_guest_is_ballooned() {
     };
     assert!(beside(Pressure::Soft, 90) > 0 && beside(Pressure::Hard, 90) > 0);
     assert_eq!((beside(Pressure::Hard, 50), beside(Pressure::Critical, 90)), (0, 0));
+    // One that reads files always has freed something: that is not to keep the balloon off.
+    let reads = |state| {
+        let vm = VmModel { agent: Some(agent(20, false)), ..vm(1, 1024, 900) };
+        taken(&decide(host(state, 900, 0), vec![vm], vec![]), 0)
+    };
+    assert_eq!(reads(Pressure::Soft), 0);
+    assert!(reads(Pressure::Critical) > 300, "{}", reads(Pressure::Critical));
 }
 
 #[test]
@@ -492,4 +499,38 @@ fn a_vm_whose_ram_is_of_a_pool_takes_nothing_of_what_the_others_share() {
     let ask = |vms| taken(&decide(host(Pressure::Soft, 800, 0), vms, vec![]), 0);
     assert_eq!(ask(vec![vm(1, 1024, 900)]), 102);
     assert_eq!(ask(vec![vm(1, 1024, 900), of_a_pool()]), 102);
+}
+
+/// As `where_one_starves_one_that_lives_gives_what_it_has_beyond_its_part`, but the other has all the
+/// memory that it may have.
+#[test]
+fn where_one_starves_one_that_has_its_whole_size_gives_as_well() {
+    let asked = |actual: u64, ceiling: u64| {
+        let mut starves = vm(1, 400, 5);
+        starves.distress = "5 MiB available".into();
+        let mut lives = vm(2, actual, 150);
+        lives.ceiling = Bytes::mib(ceiling);
+        lives.distress = "it reads again what it had dropped".into();
+        let mut host = limited(host(Pressure::Critical, 0, 0), 20, 200);
+        host.shown.swap_left = Bytes::ZERO;
+        size(&decide(host, vec![starves, lives], vec![])[1])
+    };
+    assert!(asked(600, 1024).is_some_and(|to| to < 600), "below its ceiling");
+    assert!(asked(600, 600).is_some_and(|to| to < 600), "at its `max`: {:?}", asked(600, 600));
+    assert!(asked(1024, 1024).is_some_and(|to| to < 1024), "whole: {:?}", asked(1024, 1024));
+}
+
+/// The host has nothing left at all, and a guest with 900 MiB of its 1024 available is in
+/// distress for some other reason.
+#[test]
+fn a_host_that_has_nothing_left_asks_one_that_has_plenty() {
+    let asked = |actual: u64| {
+        let mut one = vm(1, actual, actual - 124);
+        one.distress = "1 processes killed for lack of memory".into();
+        let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
+        host.shown.swap_left = Bytes::ZERO;
+        size(&decide(host, vec![one], vec![])[0])
+    };
+    assert!(asked(900).is_some_and(|to| to < 900), "{:?}", asked(900));
+    assert!(asked(1024).is_some_and(|to| to < 1024), "{:?}", asked(1024));
 }
