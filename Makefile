@@ -37,7 +37,8 @@ VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace --test vm -- --t
   $(SOAK_ONLY:%=--skip %)
 
 # The steps of the handshake left out in turn: pages must be lost. Built apart, so
-# that no agent that can lose pages comes near the real one, and fast.
+# that no agent that can lose pages comes near the real one; hardly optimized, as
+# that compiles in less time.
 FAULTS := env CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_DEBUG=false \
   $(CARGO) test --release --quiet -p ebb-vmm --features faults --target-dir target/faults \
   --test handshake --test kvm --test devices --test hash --test ksm

@@ -58,7 +58,6 @@ pub struct Supply {
     /// What others than VMs used in the last half hour beyond what they use now.
     pub others: Bytes,
     /// What VMs needed in the last minute beyond what the host holds for them.
-    #[serde(default)]
     pub needed: Bytes,
     /// Free swap.
     pub swap: Bytes,
@@ -230,8 +229,8 @@ fn why(supply: &Supply, request: &AdmissionRequest, a: &Admission) -> String {
     let promised = supply.promised.if_any(|p| format!(" and the {p} promised to VMs that start"));
     let used = |o| format!(" and the {o} that its other processes used within half an hour");
     let others = supply.others.if_any(used);
-    let again = |n| format!(" and the {n} that VMs needed again within a minute");
-    let needed = supply.needed.if_any(again);
+    let lately = |n| format!(" and the {n} that VMs needed within the last minute and do not hold");
+    let needed = supply.needed.if_any(lately);
     let has = format!("the host {has} its reserve{promised}{needed}{others}");
     let others: Bytes = a.from.iter().map(|g| g.bytes).sum();
     match (a.yes, a.from.len()) {

@@ -121,8 +121,7 @@ fn timed(bench: &mut Bench<'_>) -> Result<()> {
     for (pace, pages) in
         [Pace::AtOnce, Pace::Interval].into_iter().flat_map(|p| Pages::ALL.map(|pages| (p, pages)))
     {
-        let (mut rates, mut cpus) = (vec![Vec::new(); arms.len()], vec![Vec::new(); arms.len()]);
-        let mut faults = vec![Vec::new(); arms.len()];
+        let mut turns = vec![Vec::new(); arms.len()];
         for round in 0..trial.rounds(7) {
             // Forwards and backwards by turns: a machine that grows slower during a
             // round favours nobody.
@@ -132,46 +131,57 @@ fn timed(bench: &mut Bench<'_>) -> Result<()> {
             };
             for i in order {
                 let place = other.as_ref().filter(|_| arms[i] == "reporting").unwrap_or(&place);
-                let turn = turn(place, arms[i], pace, pages)?;
-                rates[i].push(turn.rate);
-                cpus[i].push(turn.cpu_rate);
-                faults[i].push(turn.faults);
+                turns[i].push(turn(place, arms[i], pace, pages)?);
             }
-            let last = |all: &[Vec<f64>]| {
-                let each: Vec<String> =
-                    all.iter().map(|r| format!("{:.0}", r.last().unwrap_or(&0.0))).collect();
-                each.join(", ")
+            let last = |of: Figure| {
+                let each = turns.iter().filter_map(|turns| turns.last());
+                each.map(|turn| format!("{:.0}", of(turn))).collect::<Vec<_>>().join(", ")
             };
             println!(
                 "  {pace:?}, {pages:?}: {} pages a processor second, {} faults a loop ({})",
-                last(&cpus),
-                last(&faults),
+                last(|turn| turn.cpu_rate),
+                last(|turn| turn.faults),
                 arms.join(", ")
             );
         }
-        if pace == Pace::Interval {
-            for (arm, faults) in arms.iter().zip(&faults) {
-                let metric = format!("interval_faults{}", pages.suffix());
-                bench.outcome.add_median(arm, &metric, "count", faults);
-            }
-        }
-        let (prefix, suffix) = (pace.prefix(), pages.suffix());
-        for (name, all) in [("ops", &rates), ("cpu_ops", &cpus)] {
-            for (i, arm) in arms.iter().enumerate() {
-                let metric = format!("{prefix}{name}{suffix}");
-                bench.outcome.add_median(arm, &metric, "per_second", &all[i]);
-                if i > 0 {
-                    let ratio: Vec<f64> = all[i].iter().zip(&all[0]).map(|(a, p)| a / p).collect();
-                    let metric = format!("{prefix}{name}_ratio{suffix}");
-                    bench.outcome.add_median(arm, &metric, "fraction", &ratio);
-                }
-            }
-        }
+        add(bench.outcome, &arms, &turns, (pace, pages));
     }
     Ok(())
 }
 
+/// One figure of a turn.
+type Figure = fn(&Turn) -> f64;
+
+/// Adds what all turns at one pace came to.
+fn add(
+    outcome: &mut ExperimentResult,
+    arms: &[&str],
+    turns: &[Vec<Turn>],
+    (pace, pages): (Pace, Pages),
+) {
+    let (prefix, suffix) = (pace.prefix(), pages.suffix());
+    for (arm, own) in arms.iter().zip(turns) {
+        let of = |of: Figure| own.iter().map(of).collect::<Vec<_>>();
+        if pace == Pace::Interval {
+            let metric = format!("interval_faults{suffix}");
+            outcome.add_median(arm, &metric, "count", &of(|turn| turn.faults));
+        }
+        for (name, rate) in
+            [("ops", (|turn| turn.rate) as Figure), ("cpu_ops", |turn| turn.cpu_rate)]
+        {
+            let metric = |kind| format!("{prefix}{name}{kind}{suffix}");
+            outcome.add_median(arm, &metric(""), "per_second", &of(rate));
+            if *arm != arms[0] {
+                let pairs = own.iter().zip(&turns[0]);
+                let ratio: Vec<f64> = pairs.map(|(a, plain)| rate(a) / rate(plain)).collect();
+                outcome.add_median(arm, &metric("_ratio"), "fraction", &ratio);
+            }
+        }
+    }
+}
+
 /// One measurement of one arm.
+#[derive(Clone, Copy, Debug)]
 struct Turn {
     /// Pages a second of the loops' own time.
     rate: f64,
