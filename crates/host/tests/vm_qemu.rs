@@ -99,13 +99,16 @@ fn sample_until(host: &mut LinuxHost, vm: &Qemu, good: impl Fn(&VmSample) -> boo
     }
 }
 
-/// Connects to a socket that QEMU may not have opened yet: it has opened another one.
+/// Connects to a socket that QEMU may not have opened yet, or opened and not listened at.
 fn connect(path: &Path) -> Client {
     let until = Instant::now() + LONG;
-    while !path.exists() && Instant::now() < until {
+    loop {
+        match Client::connect(path, LONG) {
+            Ok(client) => return client,
+            Err(e) => assert!(Instant::now() < until, "{e}"),
+        }
         std::thread::sleep(Duration::from_millis(5));
     }
-    Client::connect(path, LONG).unwrap()
 }
 
 #[test]
@@ -245,6 +248,8 @@ fn vm_a_configured_socket_names_its_vm_and_a_held_one_is_told() {
     assert_eq!(v.name, "mine");
     let sample: Sample = host.sample();
     assert!(sample.problems.iter().any(|p| p.source == "/nonexistent"), "{:?}", sample.problems);
+    // That one was used where QEMU had bound the configured one and did not listen yet.
+    drop(host);
     // Without configuration the socket with `ebb` in its name comes first.
     let _held = connect(&vm.socket.with_file_name("ebb.sock"));
     let mut host = vm.host();
@@ -284,7 +289,8 @@ fn vm_a_qemu_in_the_background_as_proxmox_starts_it_is_visited_and_free_for_its_
     assert!(status.unwrap().success());
     let pid: u32 = std::fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
     let _ends = Ends(pid);
-    assert!(qmeventd.accept().is_ok(), "its second monitor connects out");
+    // As qmeventd does: QEMU 7.2 at times ends with a fault when it is closed at once.
+    let _held = qmeventd.accept().expect("its second monitor connects out");
     let root = Root::at(dir.path().join("root"));
     std::fs::create_dir_all(root.path("/proc")).unwrap();
     for file in ["meminfo", "vmstat", "swaps", "pressure", "self", &pid.to_string()] {

@@ -33,6 +33,24 @@ fn an_empty_machine_is_a_sample_of_unknowns() {
     assert_eq!(sources, ["/x"]);
 }
 
+/// A kernel without PSI gives no trigger: there cgroup v1's notifications tell the pool's pressure.
+#[test]
+fn without_psi_a_pool_of_cgroup_v1_tells_its_pressure() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |path: &str, text: &str| {
+        let path = dir.path().join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    };
+    write("proc/self/mountinfo", "1 0 0:1 / /cg rw - cgroup cgroup rw,memory\n");
+    write("cg/vms/memory.pressure_level", "");
+    write("cg/vms/cgroup.event_control", "");
+    let mut host = host(dir.path(), configured("[host]\ncgroup = \"/vms\"\n"));
+    host.sample();
+    assert!(host.trigger.is_none());
+    assert_eq!(host.notifications.as_ref().map(|n| n.cgroup.as_str()), Some("/vms"));
+}
+
 #[test]
 fn a_vm_that_is_not_seen_is_still_left_alone() {
     let dir = tempfile::tempdir().unwrap();
