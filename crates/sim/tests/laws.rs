@@ -5,6 +5,7 @@ use ebb_core::model::Pressure;
 use ebb_core::plan::Action;
 use ebb_core::tick::{Engine, Host, Wake};
 use ebb_core::units::Bytes;
+use ebb_sim::compare::in_parallel;
 use ebb_sim::demand::{Curve, Need};
 use ebb_sim::guest::INFLATE_RATE;
 use ebb_sim::misbehaviour::Misbehaviour;
@@ -366,15 +367,10 @@ fn guests_that_are_reset_together_are_killed_in_one_world_of_thirty_at_most() {
 
 /// Every other minute no QEMU answers, on hosts without swap. When they answer again, guests' needs
 /// count as they always do. If each VM were given all that it is owed instead, and not asked for two
-/// minutes, processes would be killed in most of these 20 worlds.
+/// minutes, 4,088 processes would be killed in these 60 worlds. 628 are.
 #[test]
 fn after_a_silence_that_all_vms_share_few_processes_are_killed() {
-    let mut killed = Vec::new();
-    for (about, setup) in without_swap(3200, 20, 0.8, Misbehaviour::Flaky) {
-        let ebb = Controller::Ebb.run(&setup).score.ooms;
-        if ebb > 0 {
-            killed.push((ebb, about));
-        }
-    }
-    assert!(killed.len() <= 6, "{killed:#?}");
+    let worlds = without_swap(3200, 60, 0.8, Misbehaviour::Flaky);
+    let killed = in_parallel(&worlds, 2, |(_, setup)| Controller::Ebb.run(setup).score.ooms);
+    assert!(killed.iter().sum::<u64>() <= 900, "{killed:?}");
 }

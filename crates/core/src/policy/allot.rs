@@ -54,7 +54,7 @@ const HOT_MS: u64 = 2_000;
 /// The page cache that a guest had lately counts as read again, whatever it reports, up to this
 /// share of RAM. What it has now would tell little: one whose cache was taken would count less than
 /// one that was left its own.
-const CACHE_SHARE: f64 = 0.2;
+const CACHE_SHARE: f64 = 0.35;
 /// The part of the reserve for which guests give up page cache: where free swap is at least the
 /// first part of the reserve, and where it is less.
 const CACHE_PART: (f64, f64) = (0.5, 0.75);

@@ -133,7 +133,8 @@ fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
         all.then_some(why)
     };
     println!("{:?}", daemon.wait_for("why they stay merged", MINUTE, told).unwrap());
-    assert!(vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.9)));
+    // One that is taken out has nothing merged any more. Guests write to some of it themselves.
+    assert!(vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.5)));
     slice.resize(Bytes::gib(4)).unwrap();
     let ready = |s: &Value| NAMES.iter().all(|n| of(s, n)["tier"] == "guest");
     daemon.wait_for("agents at work where there is room", MINUTE, ready).unwrap();
