@@ -8,6 +8,7 @@ use anyhow::Result;
 use clap::Parser;
 use ebb_core::units::Bytes;
 use ebb_sim::search::Search;
+use ebb_sim::worlds::fixed;
 
 use cli::scale::{Hosts, Run};
 
@@ -56,6 +57,9 @@ struct Cli {
     /// Steps from the worst worlds to worse ones, each eight
     #[arg(long, default_value_t = 10, requires = "search")]
     steps: usize,
+    /// Draws only worlds with this coordinate, 0 to 1, as in files=0.9 (may be given again)
+    #[arg(long, requires = "search", value_name = "NAME=VALUE", value_parser = fixed)]
+    at: Vec<(usize, f64)>,
     /// Every policy on guests that want what those of a record had (`ebb record`)
     #[arg(long, value_name = "FILE", conflicts_with = "compare")]
     trace: Option<String>,
@@ -78,7 +82,8 @@ fn run(cli: Cli) -> Result<()> {
     let Cli { vms, ram, host, seed, seconds, json, .. } = cli;
     if let Some(worlds) = cli.search {
         let (seed, seeds, threads) = (seed.unwrap_or(0), cli.seeds.unwrap_or(1), cli::threads());
-        return cli::search::run(&Search { seed, seeds, worlds, steps: cli.steps, threads }, json);
+        let (steps, fixed) = (cli.steps, cli.at);
+        return cli::search::run(&Search { seed, seeds, worlds, steps, fixed, threads }, json);
     }
     if cli.compare {
         let first = seed.unwrap_or(0);

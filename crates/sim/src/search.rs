@@ -111,7 +111,7 @@ impl Found {
 }
 
 /// What a search is to do.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Search {
     /// For all that is random.
     pub seed: u64,
@@ -121,6 +121,8 @@ pub struct Search {
     pub worlds: usize,
     /// Steps from the worst of them to worse ones, each some neighbours.
     pub steps: usize,
+    /// Coordinates that all worlds have, and their values.
+    pub fixed: Vec<(usize, f64)>,
     pub threads: usize,
 }
 
@@ -129,7 +131,8 @@ impl Search {
     pub fn run(&self) -> (Vec<Found>, Vec<Found>) {
         let of = |seed| {
             let mut rng = fastrand::Rng::with_seed(seed);
-            (0..self.worlds).map(|_| Point::random(&mut rng)).collect::<Vec<Point>>()
+            let drawn = (0..self.worlds).map(|_| Point::random(&mut rng).with(&self.fixed));
+            drawn.collect::<Vec<Point>>()
         };
         let seeds = self.seed..self.seed.saturating_add(self.seeds);
         let points: Vec<Point> = seeds.flat_map(of).collect();
@@ -139,7 +142,8 @@ impl Search {
         worst.sort_by(|a, b| b.loss().total_cmp(&a.loss()));
         worst.truncate(BROOD);
         for _ in 0..self.steps {
-            let next: Vec<Point> = worst.iter().map(|f| f.point.near(&mut rng)).collect();
+            let near = worst.iter().map(|f| f.point.near(&mut rng).with(&self.fixed));
+            let next: Vec<Point> = near.collect();
             worst.extend(in_parallel(&next, self.threads, Found::of));
             worst.sort_by(|a, b| b.loss().total_cmp(&a.loss()));
             worst.truncate(BROOD);
@@ -186,9 +190,11 @@ mod tests {
 
     #[test]
     fn a_search_is_the_same_each_time() {
-        let search = Search { seed: 3, seeds: 2, worlds: 1, steps: 1, threads: 2 };
+        let fixed = vec![(0, 0.1)];
+        let search = Search { seed: 3, seeds: 2, worlds: 1, steps: 1, fixed, threads: 2 };
         let (random, worst) = search.run();
         assert_eq!((random.len(), worst.len()), (2, 4));
+        assert!(random.iter().chain(&worst).all(|f| f.point.at[0] == 0.1));
         assert!(worst.windows(2).all(|w| w[0].loss() >= w[1].loss()));
         assert_eq!(
             serde_json::to_string(&search.run()).unwrap(),

@@ -59,6 +59,18 @@ pub struct Point {
     pub at: Vec<f64>,
 }
 
+/// A coordinate of all worlds that are drawn, and its value, from `NAME=VALUE`.
+pub fn fixed(text: &str) -> Result<(usize, f64), String> {
+    let (name, value) = text.split_once('=').ok_or("not NAME=VALUE, as in files=0.9")?;
+    let i = COORDINATES.iter().position(|k| *k == name);
+    let i = i.ok_or_else(|| format!("no coordinate is named so: {}", COORDINATES.join(", ")))?;
+    let value: f64 = value.parse().map_err(|e| format!("{value}: {e}"))?;
+    if !(0.0..=1.0).contains(&value) {
+        return Err(format!("{value} is not from 0 to 1"));
+    }
+    Ok((i, value))
+}
+
 /// How guests' loads go together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
@@ -108,6 +120,12 @@ impl Point {
             };
         }
         next
+    }
+
+    /// The same with these coordinates.
+    pub fn with(mut self, fixed: &[(usize, f64)]) -> Point {
+        fixed.iter().for_each(|(i, u)| self.at[*i] = *u);
+        self
     }
 
     fn of(&self, knob: &str) -> f64 {
@@ -301,6 +319,22 @@ mod tests {
                     point.about()
                 );
             }
+        }
+    }
+
+    #[test]
+    fn a_coordinate_is_fixed_by_its_name() {
+        let (i, u) = fixed("files=0.9").unwrap();
+        assert_eq!(Point { seed: 0, at: vec![0.1; 24] }.with(&[(i, u)]).of("files"), 0.9);
+        for (text, why) in [
+            ("files", "not NAME=VALUE"),
+            ("fils=0.1", "guests, ram, shape"),
+            ("files=x", "x: invalid float"),
+            ("files=1.1", "not from 0 to 1"),
+            ("files=NaN", "not from 0 to 1"),
+        ] {
+            let said = fixed(text).unwrap_err();
+            assert!(said.contains(why), "{said}");
         }
     }
 
