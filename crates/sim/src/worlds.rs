@@ -325,7 +325,8 @@ mod tests {
     #[test]
     fn a_coordinate_is_fixed_by_its_name() {
         let (i, u) = fixed("files=0.9").unwrap();
-        assert_eq!(Point { seed: 0, at: vec![0.1; 24] }.with(&[(i, u)]).of("files"), 0.9);
+        let point = Point { seed: 0, at: vec![0.1; COORDINATES.len()] };
+        assert_eq!(point.with(&[(i, u)]).of("files"), 0.9);
         for (text, why) in [
             ("files", "not NAME=VALUE"),
             ("fils=0.1", "guests, ram, shape"),

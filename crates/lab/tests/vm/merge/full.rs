@@ -123,6 +123,10 @@ fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
     set("sleep_millisecs", "10");
     let merged = || vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.95));
     assert_eq!(poll(4 * MINUTE, merged), Some(()), "{:?}, {:?}", mapped(&vms[0]), mapped(&vms[1]));
+    // What is alike for a moment only, as guests boot, does not count: the rest is merged as well.
+    let scans = || knob("full_scans").parse::<u64>().unwrap();
+    let then = scans();
+    assert_eq!(poll(MINUTE, || scans() >= then + 2), Some(()), "two more passes");
     set("run", "0");
     slice.resize(slice.usage() + ALIKE.share(0.5)).unwrap();
 
@@ -133,8 +137,7 @@ fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
         all.then_some(why)
     };
     println!("{:?}", daemon.wait_for("why they stay merged", MINUTE, told).unwrap());
-    // One that is taken out has nothing merged any more. Guests write to some of it themselves.
-    assert!(vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.5)));
+    assert!(vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.9)));
     slice.resize(Bytes::gib(4)).unwrap();
     let ready = |s: &Value| NAMES.iter().all(|n| of(s, n)["tier"] == "guest");
     daemon.wait_for("agents at work where there is room", MINUTE, ready).unwrap();
