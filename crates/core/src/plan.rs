@@ -180,7 +180,7 @@ pub enum Reason {
     /// The operator's `max` is below the guest's size.
     AboveCeiling,
     /// The guest did not follow an order to shrink: the order is withdrawn, so
-    /// that it does not bite later.
+    /// that it is not followed later.
     Withdrawn,
     /// The VM is to be left alone while it was shrinking: the order is withdrawn.
     HandsOff,

@@ -1,7 +1,6 @@
 //! From model to plan: the policies, stage by stage.
 //!
-//! Each file in `policy/` is one pure function with its tests. This one joins
-//! what they say into a [`Plan`] and enforces its bounds: a policy may be wrong,
+//! Each file in `policy/` is pure. This one joins what they say into a [`Plan`] and enforces its bounds: a policy may be wrong,
 //! a plan may not.
 
 pub mod admission;

@@ -1,4 +1,4 @@
-//! The loop: read, observe, model, decide, write down, apply, learn, wait.
+//! The loop: read, observe, model, decide, give, write down, take, learn, wait.
 //!
 //! The daemon, the simulator and replay run this very code; only the [`Host`]
 //! differs. What a tick saw and did is a [`Tick`], which is also what a record
@@ -38,8 +38,7 @@ pub trait Host {
     }
     /// Carries out the actions; one outcome for each, in any order.
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome>;
-    /// Starts what the plan has for agents, and page-out, zero pages and partially mapped huge
-    /// pages. It runs beside the loop, and later samples tell the result. A host without these
+    /// Starts agents' orders and [`Plan::orders`]. They run beside the loop, and later samples tell the result. A host without these
     /// ignores it.
     fn start(&mut self, _plan: &Plan) {}
     /// What the operator said of merging since the last tick.
@@ -337,7 +336,7 @@ fn growth(vm: &VmModel, m: &VmMemory) -> Bytes {
     seen.max(vm.ram.unwrap_or_default().share(LEAST_GROWTH))
 }
 
-/// Whether nothing of a VM moves, and its guest cannot be short within this time, by a word that
+/// Whether nothing of a VM moves, and its guest cannot be short within this time, by statistics that
 /// may be old already, if it grows by `least` a second or more.
 fn is_at_rest(vm: &VmModel, m: &VmMemory, (within_ms, least): (u64, Bytes)) -> bool {
     // Its agent is asked in each tick.

@@ -2,8 +2,8 @@
 //!
 //! The agent listens, one daemon at a time connects, asks, and gets one answer
 //! per request, in order. Lines are bounded both ways. An agent does nothing
-//! before it is asked, and when the daemon goes it undoes whatever protection it
-//! holds and forgets the VM: there is nothing to keep in step.
+//! before it is asked. When the daemon goes it lifts whatever protection it holds and forgets
+//! the VM, except which ranges are open to KSM.
 //!
 //! ```text
 //! → {"id":1,"command":"attach","segments":[{"gpa":0,"size":1073741824,"hva":140..}]}

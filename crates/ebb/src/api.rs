@@ -6,8 +6,8 @@
 //! and only for those who call it by a name of this machine's own.
 //!
 //! The tick loop publishes what it has, as it is; the view of it is made when a client
-//! asks, once a tick at most. The two share one lock that is held only to clone
-//! pointers, so that no client can slow a tick.
+//! asks, once a tick at most. The two share one lock. It is held only to clone
+//! pointers, and for the recorder to pack a tick, so that no client can slow a tick for long.
 
 use std::collections::VecDeque;
 use std::io::Read;
@@ -360,7 +360,7 @@ fn record(shared: &Shared, readers: Arc<Semaphore>, headers: &HeaderMap) -> Resp
     response
 }
 
-/// Sends a record piece by piece: its lines are some thirty times what is held of them.
+/// Sends a record piece by piece: its lines are 15 to 27 times as long as what is held of them.
 struct RecordBody {
     from: Box<dyn Read + Send>,
     left: u64,

@@ -144,7 +144,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Gives back until all is seen to be, or the time is up: what is still owed.
+    /// Gives back until all is seen to have arrived, or the time is up. Returns what is still owed.
     pub fn give_back(&mut self, owed: &Owned, patience: Duration) -> Vec<Left> {
         let state = &mut self.state;
         let mut note = |vms: Vec<OwnedVm>| {

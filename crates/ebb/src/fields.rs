@@ -1,5 +1,5 @@
-//! One table of fields: each number that users see has its title, unit, help and metric
-//! kind here, once. It feeds the terminal's table and `/metrics`.
+//! One table of fields: each metric and each column of `ebb status` has its title, unit, help and
+//! metric kind here, once. It feeds the terminal's table and `/metrics`.
 
 use ebb_core::model::{Limit, Progress};
 use ebb_core::sample::Link;

@@ -1,4 +1,4 @@
-//! Gives VMs their memory back, and does not rest before they have it.
+//! Gives VMs their memory back: tries again until they have it or the time is up.
 //!
 //! For a daemon that ends and for `ebb release`. A VM is done when its balloon is seen at the
 //! size that it is owed, or when its process is proven to have ended. Everything else, a QEMU
@@ -18,7 +18,7 @@ const ROUND: Duration = Duration::from_millis(200);
 const ANSWER: Duration = Duration::from_secs(1);
 /// An order that a guest has not followed by then is sent again.
 const AGAIN: Duration = Duration::from_secs(5);
-/// What lacks less than this has all: what lacks as much is owed it, as the ledger has it.
+/// A VM that lacks less than this has all: so little is not owed, as in the ledger.
 const NEAR: Bytes = Bytes::mib(1);
 
 /// What could not be given back, and why.
@@ -29,7 +29,7 @@ pub struct Left {
 }
 
 /// Gives back until all have what they are owed or the time is up; each is asked at least
-/// once. `say` hears of each order and each end, `note` what is owed once all were asked: a
+/// once. `say` hears of each VM's first order and of its end, `note` what is owed once all were asked: a
 /// process killed after that leaves balloons that move as it told them. Returns what is still owed.
 pub fn give_back(
     host: &mut LinuxHost,

@@ -51,7 +51,8 @@ impl LogLimiter {
     /// Those of the host's warnings that are to be said now. It is called in each tick, on an
     /// instance that serves nothing else.
     pub fn warnings(&mut self, now: Stamp, all: Vec<String>) -> Vec<String> {
-        let problem = |message: String| Problem { vm: None, source: words(&message), message };
+        let problem =
+            |message: String| Problem { vm: None, source: without_numbers(&message), message };
         let all: Vec<Problem> = all.into_iter().map(problem).collect();
         self.news(now, &all).into_iter().map(|p| p.message.clone()).collect()
     }
@@ -61,7 +62,7 @@ impl LogLimiter {
         let mut news = Vec::new();
         let mut here: HashMap<(Option<VmId>, String), Vec<String>> = HashMap::new();
         for p in problems {
-            let words = words(&p.message);
+            let words = without_numbers(&p.message);
             let key = (p.vm, p.source.clone());
             let said = self.said.get(&key);
             let known = said.is_some_and(|s| s.words.contains(&words));
@@ -83,7 +84,7 @@ impl LogLimiter {
 }
 
 /// A message without its numbers and their units.
-fn words(message: &str) -> String {
+pub fn without_numbers(message: &str) -> String {
     let units = ["KiB", "MiB", "GiB", "TiB", "B"];
     let text: String = message.chars().filter(|c| !c.is_ascii_digit() && *c != '.').collect();
     text.split_whitespace().filter(|w| !units.contains(w)).collect::<Vec<_>>().join(" ")

@@ -1,7 +1,7 @@
 //! After each tick: publish, record, log.
 //!
-//! A tick must cost little when no client reads. What a tick leaves is published without a
-//! copy; the log says what is new, and the record is packed.
+//! A tick must cost little when no client reads. Sample, plan and model are published
+//! without a copy, what is remembered is copied; the log says what is new, and the record is packed.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +23,7 @@ use sd_notify::NotifyState;
 use crate::advice;
 use crate::api::{Latest, Shared};
 use crate::log::say;
-use crate::log_limiter::LogLimiter;
+use crate::log_limiter::{LogLimiter, without_numbers};
 use crate::recorder::{self, Head};
 use crate::view::{self, Decision, Problem};
 
@@ -183,7 +183,7 @@ impl Observer {
             say(&format!("{}: {what}: {}{not}", o.name, o.reason));
         }
         let merging = tick.plan.merge.as_ref();
-        let words = merging.map(|m| view::merge_words(&m.why)).unwrap_or_default();
+        let words = merging.map(|m| without_numbers(&m.why)).unwrap_or_default();
         if words != self.said.merging {
             merging.iter().for_each(|m| say(&format!("merging: {}{not}", m.why)));
             self.said.merging = words;

@@ -106,9 +106,9 @@ pub struct Daemon {
     pub resident: Bytes,
     /// How long the last tick took, from reading to the last outcome.
     pub tick_ms: f64,
-    /// Orders given, and those refused.
+    /// Balloon orders, those that failed too.
     pub orders: u64,
-    /// Orders that QEMU refused or did not answer.
+    /// Those with an error: refused, not answered, or not sent.
     pub orders_failed: u64,
     pub socket: String,
     /// How far the flight recorder reaches back, seconds.
@@ -160,9 +160,9 @@ Host(
     headroom: Bytes = h.shown.headroom;
     /// What the host wants to keep.
     reserve: Bytes = h.shown.reserve;
-    /// What is missing to it.
+    /// How far headroom is below it, or below up to one and a half of it by urgency.
     shortage: Bytes = h.shown.shortage;
-    /// `MemTotal`, `MemFree`, `MemAvailable`.
+    /// `MemTotal`.
     total: Option<Bytes> = s.memory.map(|m| m.total);
     /// `MemFree`.
     free: Option<Bytes> = s.memory.map(|m| m.free);
@@ -217,11 +217,6 @@ pub struct Merge {
     pub found: Bytes,
     /// The CPU time that `ksmd` would need for it.
     pub found_cpu_s: f64,
-}
-
-/// What is said of merging without the numbers in it, so that it is said once.
-pub fn merge_words(why: &str) -> String {
-    why.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
 view! {

@@ -4,7 +4,7 @@
 //! questions, the caller drives all agents against one deadline,
 //! [`AgentLink::hear`] takes the answers.
 //!
-//! An agent is handed RAM, and told to give some back, only while QEMU's last word on what
+//! An agent is handed RAM, and told to give some back, only while QEMU's last answer on what
 //! can write to that RAM is young and holds nothing against it.
 //!
 //! Here are connections, the steps from an introduced agent to one at work, and what it is told
@@ -132,7 +132,7 @@ pub(crate) struct AgentLink {
     unsettled: Option<Instant>,
 }
 
-/// An order to give memory back that waits for QEMU's word.
+/// An order to give memory back that waits for QEMU's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Waiting {
     since: Instant,

@@ -105,7 +105,7 @@ pub fn parse_find_balloon(folder: &str, value: &Value) -> Option<String> {
 }
 
 /// `qom-get` of [`STATS`]: the statistics, and what in them could not be
-/// believed. `None` before the guest's first word. `age_ms` is left 0: the
+/// believed. `None` before the guest's first statistics. `age_ms` is left 0: the
 /// caller has the clocks. `ram` as QEMU tells, where known.
 pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStats>, Vec<String>) {
     let mut problems = Vec::new();

@@ -1,7 +1,7 @@
 //! The system calls that no safe wrapper offers, each as a small function.
 //!
-//! They read other processes: which of their pages are held, and what is in
-//! those. Foreign addresses are numbers here; only the kernel follows them, and a
+//! Most read other processes: which of their pages are held, and what is in
+//! those. The rest is signals, priorities, and the heap of this process. Foreign addresses are numbers here; only the kernel follows them, and a
 //! mapping that is gone is an error of the call.
 
 #![allow(unsafe_code)]
@@ -39,7 +39,8 @@ pub(crate) fn vectors(places: &[Range]) -> Vec<iovec> {
 
 /// Calls `each` with every stretch of a range that is in memory, the zero page
 /// left out, and whether huge pages map it (Linux 6.7+, `fs/proc/task_mmu.c`).
-/// `ENOTTY` on older kernels; nothing at all where the process has ended.
+/// `ENOTTY` on older kernels; nothing at all where the process has ended. The agent, which does
+/// not use this crate, has its own in `vmm/src/sys.rs`.
 pub fn pagemap_scan(
     pagemap: BorrowedFd<'_>,
     range: Range,
@@ -79,7 +80,7 @@ pub fn pagemap_scan(
 }
 
 /// Gives memory that was freed back to the host, as far as the allocator holds it.
-pub fn give_back() {
+pub fn trim_heap() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: it may be called at any time from any thread.
     unsafe {

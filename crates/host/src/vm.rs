@@ -2,7 +2,7 @@
 //!
 //! A tick is: [`Vm::ask`] queues all questions at once, the caller drives all
 //! clients against one deadline, [`Vm::hear`] takes the answers (and may ask
-//! more, once), [`Vm::sample`] writes down what is known. An answer that comes after
+//! more, twice at most), [`Vm::sample`] writes down what is known. An answer that comes after
 //! the deadline is used in a later tick. A VM that does not
 //! answer is not asked again until it has: its questions never pile up.
 //!
@@ -177,12 +177,12 @@ pub(crate) struct Vm {
     /// When its balloon was last seen to move, and whether its size was among the last questions.
     moved: Option<Instant>,
     size_asked: bool,
-    /// When the guest's last words came.
+    /// When the guest's latest statistics came.
     heard: Heard,
     /// When it was last asked out of turn, and what is known of its answer.
     kicked: Stamp,
     kick: Kick,
-    /// Its last words that were read were new.
+    /// Its last statistics that were read were new.
     spoke: bool,
     /// Its guest is to be asked out of turn at the next visit of a shared socket, and was at the
     /// last one.
@@ -190,15 +190,15 @@ pub(crate) struct Vm {
     was_kicked: bool,
     events: Vec<VmEvent>,
     asked: Vec<(Query, u64)>,
-    /// When its guest's last words were seen that were new.
-    words_new: Option<Instant>,
+    /// When statistics of its guest were last seen that were new.
+    stats_new: Option<Instant>,
     /// When the interval was last asked for because statistics were late.
     interval_asked: Option<Instant>,
     /// When it was last asked how it runs.
     ran_asked: Option<Instant>,
     /// It was asked for its RAM in this tick.
     ram_asked: bool,
-    /// When the questions were asked that were answered last.
+    /// When it was asked last.
     asked_at: Stamp,
     answers: Answers,
     pub access: Access,

@@ -1,7 +1,7 @@
 //! What experiments write: rows of arm, metric and value, and where they are from.
 //!
 //! Ratios are fractions, times seconds, sizes bytes. The names of arms and
-//! metrics are an interface (DESIGN: “Interfaces that stay stable”).
+//! metrics are an interface: documents and reports use them.
 
 use std::fs;
 use std::path::Path;

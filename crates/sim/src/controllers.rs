@@ -41,7 +41,7 @@ pub enum Controller {
     Hypeman,
 }
 
-/// All of them, Ebb first.
+/// Those of the tables in docs/comparison.md, Ebb first.
 pub const CONTROLLERS: [Controller; 7] = [
     Controller::Ebb,
     Controller::None,
@@ -52,7 +52,7 @@ pub const CONTROLLERS: [Controller; 7] = [
     Controller::AutoBalloon,
 ];
 
-/// All whose guests tell them what KVM's guests tell.
+/// Rivals that see what KVM and QEMU show.
 pub const RIVALS: [Controller; 10] = [
     Controller::None,
     Controller::Mom,

@@ -72,8 +72,8 @@ impl fmt::Display for Breach {
 const MOST: usize = 100;
 /// Nothing is taken by statistics older than this, ms (a tick beyond Ebb's mark).
 const OLD_MS: u64 = 3_500;
-/// Numbers are in whole MiB here and there.
-const NEWS: Bytes = Bytes::mib(16);
+/// Smaller differences break no law: some numbers are in whole MiB.
+const TOLERANCE: Bytes = Bytes::mib(16);
 /// A host with more than this share beyond what its kernel keeps free can relieve a guest at once.
 const ROOMY: f64 = 0.02;
 /// More page cache than this can be dropped.
@@ -169,7 +169,7 @@ impl Laws {
         }
         // What it used when it sent the statistics that were looked at last: no more can be known.
         let used = g.used().min(world.known_used(i).unwrap_or_default());
-        if to + NEWS < used && g.spec.misbehaviour != Misbehaviour::Lying {
+        if to + TOLERANCE < used && g.spec.misbehaviour != Misbehaviour::Lying {
             self.breach(Law::InUse, at, format!("{name} to {to}, it uses {used}"));
         }
         if world.age_ms(i).is_none_or(|age| age > OLD_MS) {
@@ -239,7 +239,7 @@ impl Laws {
                 self.breach(Law::HandsOff, at, format!("{name} is paged out and must not be"));
             }
             let kept = (g.resident() + g.out).share(0.5);
-            if g.resident() + NEWS < kept + order.bytes {
+            if g.resident() + TOLERANCE < kept + order.bytes {
                 self.breach(
                     Law::PagedOut,
                     at,

@@ -18,7 +18,7 @@ const FAR: f64 = 1.25;
 /// Reversals beyond those of the guests' own needs that are too many, a guest and minute.
 pub const NEEDLESS_MOST: f64 = 0.5;
 /// Neighbours that are tried at a time.
-const BROOD: usize = 8;
+const WALKERS: usize = 8;
 
 /// What became of a world.
 #[derive(Clone, Debug, Serialize)]
@@ -29,7 +29,7 @@ pub struct Found {
     /// Guests.
     pub vms: u64,
     pub ebb: Score,
-    /// The best rival with the eyes that KVM gives.
+    /// The best rival of those that see what KVM and QEMU show.
     pub best: Score,
     /// Who that is.
     pub rival: &'static str,
@@ -140,13 +140,13 @@ impl Search {
         let random = in_parallel(&points, self.threads, Found::of);
         let mut worst = random.clone();
         worst.sort_by(|a, b| b.loss().total_cmp(&a.loss()));
-        worst.truncate(BROOD);
+        worst.truncate(WALKERS);
         for _ in 0..self.steps {
             let near = worst.iter().map(|f| f.point.near(&mut rng).with(&self.fixed));
             let next: Vec<Point> = near.collect();
             worst.extend(in_parallel(&next, self.threads, Found::of));
             worst.sort_by(|a, b| b.loss().total_cmp(&a.loss()));
-            worst.truncate(BROOD);
+            worst.truncate(WALKERS);
         }
         (random, worst)
     }

@@ -1,4 +1,4 @@
-//! The simulated host: a clock, a pot of memory, and the guests that drink of it.
+//! The simulated host: a clock, its memory, and the guests that use it.
 //!
 //! Fakes the world, never the logic. Policies see it through [`World::look`] and
 //! change it through [`World::order`]; Ebb's own loop through [`Host`].
@@ -24,10 +24,11 @@ pub(crate) const EPOCH_MS: u64 = 1_000_000;
 /// The longest step.
 const STEP_MS: u64 = 100;
 
-/// Looks that follow so soon are fast ones, which the daemon has guests asked before,
-/// so long before; otherwise it has QEMU ask them so often. All ms.
+/// Looks that are no further apart than this are fast ones, ms.
 const FAST_MS: u64 = 500;
+/// The daemon has guests asked this long before a fast look, ms.
 const KICK_AHEAD_MS: u64 = 40;
+/// Otherwise QEMU asks them this often, ms.
 const EBB_ASKS_MS: u64 = 2_000;
 
 /// A moment to measure from.

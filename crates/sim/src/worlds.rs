@@ -128,8 +128,8 @@ impl Point {
         self
     }
 
-    fn of(&self, knob: &str) -> f64 {
-        let i = COORDINATES.iter().position(|k| *k == knob).expect("a knob");
+    fn of(&self, coordinate: &str) -> f64 {
+        let i = COORDINATES.iter().position(|k| *k == coordinate).expect("a coordinate");
         self.at.get(i).copied().unwrap_or(0.5).clamp(0.0, 1.0)
     }
 

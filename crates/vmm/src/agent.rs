@@ -1,7 +1,7 @@
 //! One VM's agent: what each command of the daemon does.
 //!
-//! Single-threaded: the server calls [`Agent::execute`] for each request and
-//! [`Agent::step`] in between. All that touches guest RAM hangs on the one
+//! Commands run in one thread: the server calls [`Agent::execute`] for each request and
+//! [`Agent::step`] in between. The fault handler and the hasher have threads of their own. All that touches guest RAM hangs on the one
 //! `Attached`, whose end lifts every protection.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -98,7 +98,7 @@ impl Agent {
         self.vm = None;
     }
 
-    /// How soon [`Agent::step`] has something to do; `None`: nothing ever.
+    /// How soon [`Agent::step`] has something to do; `None`: no VM is attached.
     pub fn pause(&self) -> Option<Duration> {
         self.vm.as_ref().map(|vm| vm.tracker.pause())
     }

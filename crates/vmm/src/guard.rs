@@ -261,8 +261,7 @@ impl Watch {
         let thread = std::thread::Builder::new().name("ebb-faults".into()).spawn(move || {
             sys::block_signals();
             let _first = RealTime::begin();
-            // What panics here leaves a closed userfaultfd behind in the end, as
-            // the agent finds this thread gone.
+            // If this panics, the agent finds the thread gone and closes the userfaultfd.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| theirs.run()));
         })?;
         Ok(Watch { guard, thread: Some(thread) })

@@ -283,7 +283,7 @@ fn number(text: &str, key: &str) -> u64 {
 }
 
 /// Of the mappings that lie in these ranges in part and are open to KSM: their merged pages, zeros
-/// left out, and all of their pages. `None` where the kernel does not tell (before Linux 6.8).
+/// left out, and all of their pages. `None` where the kernel does not tell (before Linux 6.7).
 fn merged_by_mappings(ranges: &[Range], smaps: &str) -> Option<(u64, u64)> {
     let hex = |t| u64::from_str_radix(t, 16).ok();
     let (mut told, mut pages, mut open, mut here, mut its) = (false, 0, 0, 0u64, 0);

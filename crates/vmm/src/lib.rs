@@ -3,7 +3,8 @@
 //! It gives free guest memory back from within, where the page tables are: the
 //! daemon tells it where RAM is and how much to give, the guest's map says what
 //! is free, and `recycle` proves each page before it discards it. Nothing happens
-//! before a daemon speaks, and when it goes everything is as it was.
+//! before a daemon speaks. When it goes, all protection is lifted; what was opened to KSM or
+//! closed to it stays so.
 //!
 //! It is loaded by QEMU's `-plugin file=…/libebb_vmm.so,socket=PATH`, which works
 //! with every accelerator, or by `LD_PRELOAD` with `EBB_AGENT_SOCKET=PATH` (not

@@ -1,8 +1,8 @@
 //! The system calls that no safe wrapper offers, each as a small function or a method of [`Uffd`].
 //!
-//! All of them act on this process's own memory by address. None of them
-//! dereferences such an address in user space: a mapping that is gone, or
-//! another one by now, is an error of the call, not a fault of the VMM.
+//! Most act on this process's memory by address and leave it to the kernel to follow the address: a
+//! mapping that is gone, or another one by now, is an error of the call, not a fault of the VMM.
+//! `store_u64` alone writes through an address; its SAFETY line says why it may.
 
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};

@@ -13,8 +13,8 @@ use crate::sample::{GuestStats, VmSample};
 use crate::state::{GuestRates, VmMemory};
 use crate::units::{Bytes, PAGE};
 
-/// Statistics older than this are not believed, milliseconds. QEMU is told to ask
-/// each second; a guest that misses four hangs, or has no working driver.
+/// Statistics older than this are not believed, milliseconds. Ebb has QEMU ask
+/// every two seconds; a guest that misses two questions hangs, or has no working driver.
 pub const STALE_MS: u64 = 5_000;
 /// From this age on they are believed less and less, and nothing is taken by them.
 pub const FRESH_MS: u64 = 2_500;

@@ -60,7 +60,7 @@ pub struct Limit {
     /// Swap that may be used there, less a tenth, as the memory that using it frees.
     pub swap_left: Bytes,
     pub state: Pressure,
-    /// What is missing to the reserve (more while PSI says tasks stall).
+    /// How far headroom is below the reserve, or below up to one and a half reserves by urgency.
     pub shortage: Bytes,
     /// The state that it would be in for stalls alone.
     pub stalled: Pressure,

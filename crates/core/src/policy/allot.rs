@@ -23,11 +23,11 @@ use crate::policy::take::brings_nothing;
 use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
-/// The times T beside zero: their number, the factor from one to the next, and the value that the
-/// first is this factor above, milliseconds. The last is half an hour.
+/// The times T beside zero: the one of number n is [`BASE_MS`] · [`LONGER`]ⁿ, milliseconds. The
+/// last, of number [`TIMES`], is half an hour.
 const TIMES: i32 = 48;
 const LONGER: f64 = 1.2;
-const FIRST_MS: f64 = 300.0;
+const BASE_MS: f64 = 300.0;
 /// Levels below T = 0, at which margins shrink to [`SQUEEZED`] of the least ones and the host keeps
 /// as much less. Without swap there are as many below those: margins shrink on to [`LEAST_SHARE`],
 /// whatever the weight, as the host's OOM killer would be next. Above the last T there are levels
@@ -37,7 +37,7 @@ const SQUEEZED: f64 = 0.4;
 /// No VM has less than this share of its least margin, however small its weight.
 const LEAST_SHARE: f64 = 0.2;
 const COMFORTS: i32 = 12;
-/// All kept page cache counts beside the peaks from this one of those on.
+/// From this comfort level on all of the page cache that is kept counts beside the peaks.
 const CACHED: i32 = 2;
 const MARGIN_MOST: f64 = 3.0;
 /// The level up to which a guest is given memory before it asks is this far below the level that
@@ -49,7 +49,7 @@ const GROWN: f64 = 0.1;
 /// Guests are brought to what they needed within this before they ask, and others may be
 /// squeezed for it.
 const SOON_MS: u64 = 5_000;
-/// Cache that is read again counts in whole from this T on: a guest's word is as old as that.
+/// Cache that is read again counts in whole from this T on: a guest's statistics are as old as that.
 const HOT_MS: u64 = 2_000;
 /// The page cache that a guest had lately counts as read again, whatever it reports, up to this
 /// share of RAM. What it has now would tell little: one whose cache was taken would count less than
@@ -96,7 +96,7 @@ impl Level {
         let comfort = share(number - TIMES, COMFORTS);
         let times = number.min(TIMES);
         Level {
-            within_ms: if times <= 0 { 0 } else { (FIRST_MS * LONGER.powi(times)) as u64 },
+            within_ms: if times <= 0 { 0 } else { (BASE_MS * LONGER.powi(times)) as u64 },
             least: 1.0 - squeezed * (1.0 - SQUEEZED),
             bare: share(-number - SQUEEZES, SQUEEZES),
             more: comfort * MARGIN_MOST,

@@ -7,8 +7,8 @@
 //! when the host has more than all are to have. Taking, when it has less, is `take.rs`'s.
 //! Where there are other limits than the machine's, each is "the host" in turn (`limits.rs`): a VM
 //! gives where any limit above it is short, and is given what all of them have.
-//! While no guest waits for memory, one that was given some is not asked for a minute, and one
-//! that was asked is not given any for the host's sake.
+//! While no guest waits for memory, one that was given some is not asked for a minute (20 s where
+//! page cache has to be taken), and one that was asked is not given any for the host's sake.
 
 use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Progress, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
@@ -39,7 +39,8 @@ const GROW_HOLD_MS: u64 = 60_000;
 const GROW_AGAIN_MS: u64 = 1_000;
 /// A driver that has anything to say after a boot has said it by then.
 const REFRESH_MS: u64 = 3_000;
-/// While no guest waits for memory, one that was given some is not asked for this long. A lowered
+/// While no guest waits for memory, one that was given some is not asked for this long (for
+/// `SHORT_PAUSE_MS` in `take.rs` where page cache has to be taken). A lowered
 /// `max` and a plan leave guests what they needed within this time.
 pub(super) const CALM_MS: u64 = 60_000;
 /// What of its surplus a clear host gives back, a second.
@@ -342,7 +343,7 @@ fn relieve(
 fn spoken_for(vm: &VmModel) -> Bytes {
     match (&vm.guest, vm.guest_held()) {
         // Its margin is not touched: a guest that has nothing left does not wait for that. What a
-        // kernel that boots will touch, the word of the one before does not tell.
+        // kernel that boots will touch, the statistics of the one before do not tell.
         (Some(g), Some(held)) if vm.convergence.state != Progress::Rebooting => {
             vm.outstanding.min(g.soon() - held)
         }

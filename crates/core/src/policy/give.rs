@@ -1,4 +1,4 @@
-//! Two-phase giving: how much of what guests in distress wish for is granted now.
+//! Giving in parts: how much of what guests in distress wish for is granted now.
 //!
 //! A wish has three parts. The first keeps a guest from harm. It is granted whatever the host's
 //! state: the host's reserve is there for it, and at worst the host swaps, which is slow where the

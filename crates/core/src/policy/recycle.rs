@@ -28,12 +28,13 @@ const LEAST: Bytes = Bytes::mib(1);
 /// Slack is never more than this share of RAM, however fast the guest allocates.
 const SLACK_MOST: f64 = 0.10;
 
-/// Less than a block of 2 MiB that became free can hold none.
+/// Where less than this became free there is no new whole block.
 const BLOCK: Bytes = Bytes::mib(2);
 /// The time between orders for whole blocks: each walks the map.
 const WHOLE_EVERY_MS: u64 = 500;
-/// What the guest allocates in this many seconds is left of whole blocks, until the next look.
-const HEADROOM_S: f64 = 1.0;
+/// What the guest allocates in this many seconds is left of whole blocks, until the next look. The
+/// rate is an average of 2 s, so a guest that takes memory once a second takes more at a time.
+const HEADROOM_S: f64 = 1.5;
 /// What touching a MiB takes where that was not measured, in microseconds: pages of 4 KiB,
 /// half a microsecond each.
 const TOUCH_US: u32 = 128;
@@ -372,8 +373,8 @@ mod tests {
         };
         // 40 MiB became free.
         assert_eq!(most(0.0), Some(None));
-        assert_eq!(most(10.0), Some(Some(Bytes::mib(30))));
-        assert_eq!(most(39.0), None, "less than a block is left to take");
+        assert_eq!(most(10.0), Some(Some(Bytes::mib(25))));
+        assert_eq!(most(26.0), None, "less than a block is left to take");
         assert_eq!(most(1500.0), None, "one that frees and takes again all the time");
     }
 

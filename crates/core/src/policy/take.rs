@@ -4,8 +4,8 @@
 //! holds from its shares, and for idle memory four times as much (a tax of 75 %).
 //! `price = (working set + 4 · idle) / (weight · RAM)`; what is missing is taken
 //! where the price is highest until all prices are equal, in bounded steps, and
-//! never below floor or working set and buffer. Steps grow while a guest follows
-//! at once and shrink where it does not, where its word is doubted, or where it was
+//! never below the floor, nor below what `allot.rs` lets the guest keep. Steps grow while a guest follows
+//! at once and shrink where it does not, where its statistics are doubted, or where it was
 //! short soon after it had been asked.
 
 use crate::model::guest::AHEAD_S;
@@ -20,12 +20,12 @@ use crate::units::{Bytes, Stamp};
 
 /// The least step in either direction.
 pub(super) const LEAST_STEP: Bytes = Bytes::mib(16);
-/// A step for this time may be the least one, and a guest that was not asked lately takes one for
-/// at least this time.
+/// [`LEAST_STEP`] is for this time. A step covers the time since the one before, at most a tick or
+/// this, whichever is longer.
 const STEP_MS: u64 = 500;
 /// Shrinks below this share of RAM, or below [`LEAST_STEP`], wait for a larger one
-/// unless the host is critical: a trickle brings little, and each of them may be
-/// turned around.
+/// unless guests wait or the host is critical: a trickle brings little, and each of them may
+/// be turned around.
 const LEAST_SHRINK: f64 = 0.015;
 /// The cost of an idle page, where one in use costs 1: 1 / (1 − 75 %).
 const IDLE_COST: f64 = 4.0;
@@ -170,7 +170,7 @@ fn arriving(model: &Model, vm: &VmModel, m: &VmMemory) -> Bytes {
 
 /// What guests will lack before balloons have brought what is missing, at the pace at which they
 /// follow and by what the host holds of what they take: what they grow by in that time beyond what
-/// the host has and holds for them. Any guest's word is [`AHEAD_S`] late.
+/// the host has and holds for them. Any guest's statistics are [`AHEAD_S`] late.
 fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
     let (mut speed, mut idle, mut held) = (0.0, Bytes::ZERO, Bytes::ZERO);
     let vms = || model.vms.iter().filter(|vm| !vm.outside && vm.pinned.is_none());
@@ -349,7 +349,7 @@ fn pace(m: &VmMemory) -> f64 {
 }
 
 /// The largest step now: larger while tasks suffer and while it follows at once, smaller
-/// where its word is doubted. It is for the time since the guest was last asked, so that
+/// where its statistics are doubted. It is for the time since the guest was last asked, so that
 /// many looks take neither faster nor slower than few.
 pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, rate: f64) -> Bytes {
     let since = m.last_take.map_or(u64::MAX, |t| model.at.since(t));

@@ -7,7 +7,7 @@
 //!
 //! To look through memory costs CPU, and a huge page that is split costs its guest
 //! speed: so only while the host is short, or where the operator asks for a VM's
-//! memory; one VM at a time, within merging's CPU budget; and one in which a round
+//! memory; one VM at a time, within merging's CPU budget (what an operator asks for has neither limit); and one in which a round
 //! found next to nothing is left alone for a growing time. Never: VMs with an agent
 //! (their freed pages are recycled, and its protection would be lost), pinned RAM, VMs
 //! that migrate or are not Ebb's to touch, and what KSM takes care of.

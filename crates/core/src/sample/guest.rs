@@ -82,33 +82,33 @@ pub struct GuestStats {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Heard {
     seen: Option<(GuestStats, Stamp)>,
-    /// The last words came after this.
+    /// The last statistics came after this.
     after: Option<Stamp>,
     /// When they were first seen.
     first: Stamp,
 }
 
 impl Heard {
-    /// QEMU showed these words (whose age is not known yet) at `at` or later.
-    pub fn see(&mut self, at: Stamp, words: GuestStats) {
+    /// QEMU showed these statistics (whose age is not known yet) at `at` or later.
+    pub fn see(&mut self, at: Stamp, stats: GuestStats) {
         (self.after, self.first) = match self.seen {
-            Some((old, _)) if old == words => (self.after, self.first),
+            Some((old, _)) if old == stats => (self.after, self.first),
             seen => (seen.map(|(_, seen)| seen), at),
         };
-        self.seen = Some((words, at));
+        self.seen = Some((stats, at));
     }
 
-    /// The words seen last.
+    /// The statistics seen last.
     pub fn last(&self) -> Option<GuestStats> {
-        self.seen.map(|(words, _)| words)
+        self.seen.map(|(stats, _)| stats)
     }
 
-    /// How old the words seen last are at most, milliseconds: by the wall clock (not
+    /// How old the statistics seen last are at most, milliseconds: by the wall clock (not
     /// where that was set back to before they came), or by when others were seen,
     /// whichever is younger. Where neither tells, by when they were first seen.
     pub fn age_ms(&self, at: Stamp, wall_ms: u64) -> u64 {
-        let Some((words, _)) = self.seen else { return 0 };
-        let updated_ms = words.updated_s.saturating_mul(1000);
+        let Some((stats, _)) = self.seen else { return 0 };
+        let updated_ms = stats.updated_s.saturating_mul(1000);
         let by_wall = (updated_ms <= wall_ms + 1500).then(|| wall_ms.saturating_sub(updated_ms));
         by_wall
             .into_iter()
@@ -145,31 +145,31 @@ impl GuestStats {
 mod tests {
     use super::*;
 
-    fn words(updated_s: u64, free: u64) -> GuestStats {
+    fn stats(updated_s: u64, free: u64) -> GuestStats {
         GuestStats { updated_s, free: Some(Bytes(free)), ..GuestStats::default() }
     }
 
-    /// Looks at `(at, words)` one after the other; the age of the last at `wall_ms`.
+    /// Looks at `(at, stats)` one after the other; the age of the last at `wall_ms`.
     fn age(looks: &[(u64, GuestStats)], wall_ms: u64) -> u64 {
         let mut heard = Heard::default();
-        looks.iter().for_each(|(at, words)| heard.see(Stamp(*at), *words));
+        looks.iter().for_each(|(at, stats)| heard.see(Stamp(*at), *stats));
         heard.age_ms(Stamp(looks[looks.len() - 1].0), wall_ms)
     }
 
-    /// The wall clock shows an earlier time than the guest's last words, and the daemon is new.
+    /// The wall clock shows an earlier time than the guest's last statistics, and the daemon is new.
     #[test]
     fn words_from_before_the_clock_was_set_back_grow_old() {
-        let words = GuestStats { updated_s: 10_000, ..GuestStats::default() };
+        let stats = GuestStats { updated_s: 10_000, ..GuestStats::default() };
         let mut heard = Heard::default();
-        (0..10).for_each(|s| heard.see(Stamp(s * 1000), words));
+        (0..10).for_each(|s| heard.see(Stamp(s * 1000), stats));
         assert_eq!(heard.age_ms(Stamp(9_000), 7_009_000), 9_000);
-        heard.see(Stamp(10_000), GuestStats { free: Some(Bytes::gib(1)), ..words });
+        heard.see(Stamp(10_000), GuestStats { free: Some(Bytes::gib(1)), ..stats });
         assert_eq!(heard.age_ms(Stamp(10_200), 7_010_200), 1_200, "since the look before");
     }
 
     #[test]
     fn words_that_differ_from_those_seen_just_before_came_after_that() {
-        let (old, new) = (words(7, 1), words(7, 2));
+        let (old, new) = (stats(7, 1), stats(7, 2));
         assert_eq!(age(&[(10_000, new)], 7_900), 900, "QEMU's clock alone");
         assert_eq!(age(&[(10_000, old), (10_500, new)], 7_900), 500);
         // Seen once more when the guest was asked out of turn.
@@ -180,11 +180,11 @@ mod tests {
 
     #[test]
     fn a_jump_of_the_wall_clock_makes_statistics_neither_older_nor_younger() {
-        let (old, new) = (words(7, 1), words(7, 2));
+        let (old, new) = (stats(7, 1), stats(7, 2));
         assert_eq!(age(&[(0, new)], 10_000), 3000);
         assert_eq!(age(&[(0, old), (60_000, new)], 10_000), 3000);
         assert_eq!(age(&[(0, old), (2_000, new)], 9_000_000), 2000, "clock set ahead");
-        let ahead = words(900, 2);
+        let ahead = stats(900, 2);
         assert_eq!(age(&[(0, old), (40_000, ahead)], 10_000), 40_000, "clock set back");
     }
 }

@@ -31,7 +31,7 @@ pub struct HostSample {
     /// counts as used in MemAvailable though most of it can be had.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zfs_arc: Option<ZfsArc>,
-    /// The memory cgroup with a limit that all managed VMs share, if any.
+    /// The memory cgroup with a limit that holds for most VMs, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<LimitSample>,
     /// All other cgroups with a limit that a VM is below, and the NUMA nodes to which VMs are bound.

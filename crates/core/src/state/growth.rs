@@ -1,8 +1,9 @@
-//! How fast a guest's need grows, by words that a moving balloon makes unsure, and the fastest
+//! How fast a guest's need grows, by statistics that a moving balloon makes unsure, and the fastest
 //! that it grew lately.
 //!
-//! While a balloon moves, a guest's word allows for several needs (`sizes.rs`). Which of them is
-//! likely says how fast the need grew before, as far as the words since the last sure one allow.
+//! While a balloon moves, a guest's statistics allow for several needs (`sizes.rs`). How fast the
+//! need grew before says which of them is likely, as far as the statistics since the last sure ones
+//! allow.
 //! So a need that grows beside a moving balloon neither seems to stand still nor to leap when the
 //! balloon stops.
 
@@ -24,8 +25,8 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// The need that goes with a word which allows for `low` to `high`; `was`: the need by the
-    /// word before, and when that came.
+    /// The need that goes with statistics which allow for `low` to `high`; `was`: the need by the
+    /// statistics before, and when those came.
     pub(super) fn see(
         &mut self,
         at: Stamp,

@@ -8,7 +8,7 @@
 //! A balloon that moves towards Ebb's last order moves by that order. Any other move is
 //! another's: then its new size is the operator's, and nothing is owed. One exception:
 //! a guest with `deflate-on-oom` may shrink its balloon itself, which cannot be told from
-//! an order to grow, so there the VM is still owed the memory. Where the guest's word shows that
+//! an order to grow, so there the VM is still owed the memory. Where the guest's statistics show that
 //! it was an order, a later move back is another's.
 //!
 //! A driver that starts again deflates the balloon, and then follows QEMU's last target.

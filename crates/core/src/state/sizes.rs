@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Stamp};
 
-/// Older sizes go with no word that is still believed.
+/// Older sizes go with no statistics that are still believed.
 const LIFE_MS: u64 = 6_000;
-/// From when a guest counts its pages to when QEMU has its word.
+/// From when a guest counts its pages to when QEMU has its statistics.
 const GATHER_MS: u64 = 300;
 const MOST: usize = 64;
 
@@ -31,7 +31,7 @@ impl Sizes {
         self.0.drain(..old.max(self.0.len().saturating_sub(MOST)));
     }
 
-    /// The least and the greatest size that a word of `said` or later may go with.
+    /// The least and the greatest size that statistics of `said` or later may go with.
     pub(super) fn of_stats(&self, said: Stamp) -> Option<(Bytes, Bytes)> {
         self.range(Stamp(said.0.saturating_sub(GATHER_MS)))
     }

@@ -85,7 +85,7 @@ pub struct VmMemory {
     pub own_counted: Option<OwnMemory>,
     /// When its balloon last moved by another's order than Ebb's.
     pub strayed: Option<Stamp>,
-    /// When its balloon was last seen to grow, whoever ordered that.
+    /// When the VM was last seen to shrink, whoever ordered that.
     pub shrunk: Option<Stamp>,
     /// Its balloon has come to rest where the last order told it to.
     pub landed: bool,
@@ -110,7 +110,7 @@ pub struct VmMemory {
     pub facts: Option<(Stamp, u64)>,
     /// Cache that it reads again and again.
     pub hot: Hot,
-    /// What in its word contradicts what is known.
+    /// What in its statistics contradicts what is known.
     pub doubt: Option<Doubt>,
     /// How often lately it was short soon after it had been asked, and when.
     pub harm: u32,

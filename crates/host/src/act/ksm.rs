@@ -5,7 +5,7 @@
 //! batch takes; orders keep batches short. `run=2` breaks every merge there is. It
 //! needs the memory that merging saved, and the OOM killer takes the process that
 //! writes it first: so a child process writes it, and only if enough memory is free.
-//! Knobs that this kernel lacks are passed over and named. Sources: Linux
+//! Knobs that this kernel lacks are passed over. Sources: Linux
 //! `mm/ksm.c`, `Documentation/admin-guide/mm/ksm.rst`.
 
 use std::collections::BTreeMap;
@@ -249,7 +249,7 @@ pub fn has_room(root: &Root, needed: Bytes, merged: &[(u32, Bytes)]) -> Result<(
 }
 
 /// What of a process is merged now. Its counter of merged pages falls only when KSM scans again, so
-/// its mappings are believed where they tell (Linux 6.8 on).
+/// its mappings are believed where they tell (Linux 6.7 on).
 pub fn merged_now(stat: &KsmStat, mappings: &[Region]) -> Bytes {
     let told: Option<Bytes> = mappings.iter().filter(|r| r.mergeable).map(|r| r.ksm).sum();
     match told {

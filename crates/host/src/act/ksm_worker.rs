@@ -29,7 +29,7 @@ use crate::scan::memory_limit::{one_in, room};
 use crate::scan::rate_limit::thread_cpu;
 use crate::scan::sampling::estimate;
 use crate::scan::{Changes, Dial, Found, Limits, Options, Scan, ScanOutcome, Scanner, Target};
-use crate::sys::{Range, give_back};
+use crate::sys::{Range, trim_heap};
 use crate::waker::Waker;
 
 /// Jobs that may wait: a look for each of many VMs.
@@ -265,7 +265,7 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, results: &Mutex<WorkerResults>, w
                 true => spot_check(scanner, &last, &job, results),
                 false => {
                     last = carry_out(root, scanner, &job, results);
-                    give_back();
+                    trim_heap();
                 }
             }
         }

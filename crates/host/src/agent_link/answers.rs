@@ -127,7 +127,7 @@ impl AgentLink {
             held_partial: status.held_partial,
             allocated: self.facts.map(|f| Bytes::pages(f.alloc)),
             facts: self.facts,
-            // One that waits for QEMU's word may go out before the next plan is made.
+            // One that waits for QEMU's answer may go out before the next plan is made.
             busy: self.waiting.is_some()
                 || self.asked.iter().any(|(kind, _)| *kind == RequestKind::Recycle),
             more: self.more,

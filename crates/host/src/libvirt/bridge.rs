@@ -276,7 +276,7 @@ impl Bridge {
             }
             (Purpose::Memory(asked), Ok(stats)) => {
                 let stats = calls::memory_stats_of(&stats).map_err(bad_answer)?;
-                self.forget_words();
+                self.forget_stats();
                 self.numbers.extend(stats);
                 self.memory = Some(asked);
             }
@@ -323,7 +323,7 @@ impl Bridge {
             self.described = None;
         }
         if !self.held_up && !moves {
-            self.forget_words();
+            self.forget_stats();
         }
         let fresh = |name: &str| match (self.held_up, moves) {
             (true, _) => name.starts_with("state."),
@@ -343,7 +343,7 @@ impl Bridge {
     }
 
     /// Forgets what the guest has told: libvirt leaves out what a guest does not tell any more.
-    fn forget_words(&mut self) {
+    fn forget_stats(&mut self) {
         self.numbers.retain(|name, _| name == MAXIMUM || !name.starts_with("balloon."));
     }
 
@@ -364,7 +364,7 @@ impl Bridge {
             Event::Lifecycle(6) => "SHUTDOWN",
             Event::Lifecycle(8) => "GUEST_PANICKED",
             Event::Reboot => {
-                self.forget_words();
+                self.forget_stats();
                 "RESET"
             }
             Event::Balloon(kib) => {

@@ -100,7 +100,7 @@ pub(super) struct Savings {
     pub vms: Vec<VmTally>,
     pub split: Split,
     pub moments: Moments,
-    /// Pages of each VM with the content at hand, and of each group: VMs.
+    /// Each VM with the content at hand, and how many pages of it.
     runs: Vec<(usize, u64)>,
 }
 

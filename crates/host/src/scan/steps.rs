@@ -38,7 +38,7 @@ use crate::sys::{Range, set_idle};
 enum Round {
     /// What is in memory is read, by agents perhaps no more than lines of it.
     All,
-    /// Of pages of which only lines were read, those that may have a duplicate are left.
+    /// Pages of which only lines were read are dropped if those show no duplicate.
     Sift,
     Whole,
 }

@@ -107,7 +107,7 @@ impl Vm {
     }
 
     /// What its guest has said does not hold any more.
-    pub(super) fn forget_words(&mut self) {
+    pub(super) fn forget_stats(&mut self) {
         (self.heard, self.kick, self.spoke) = (Heard::default(), Kick::Unknown, false);
     }
 
@@ -151,21 +151,21 @@ impl Vm {
             Query::Stats => {
                 let (guest, problems) = qmp_balloon::parse_guest_stats(value, self.ram);
                 if guest != self.answers.guest {
-                    self.words_new = guest.map(|_| Instant::now());
+                    self.stats_new = guest.map(|_| Instant::now());
                 }
                 let shared = self.is_shared();
                 if let (true, Some(was), Some(is)) = (shared, self.answers.guest, guest)
                     && is_of_another_boot(&was, &is)
                 {
-                    self.forget_words();
+                    self.forget_stats();
                     self.events.push(VmEvent::Reset);
                 }
-                let words = guest.zip(self.heard.last());
-                self.spoke = words.is_some_and(|(new, last)| new != last);
+                let stats = guest.zip(self.heard.last());
+                self.spoke = stats.is_some_and(|(new, last)| new != last);
                 if self.spoke && self.asked_at > self.kicked && self.kick == Kick::Known {
                     self.kick = Kick::Answered;
                 }
-                guest.iter().for_each(|words| self.heard.see(self.asked_at, *words));
+                guest.iter().for_each(|stats| self.heard.see(self.asked_at, *stats));
                 self.answers.guest = guest;
                 if !self.size_asked && !self.has_moved(Instant::now()) {
                     self.see_size();
@@ -174,8 +174,8 @@ impl Vm {
                 self.answers.problems.extend(problems);
             }
             Query::StatsBefore => {
-                if let (Some(words), _) = qmp_balloon::parse_guest_stats(value, self.ram) {
-                    self.heard.see(self.kicked, words);
+                if let (Some(stats), _) = qmp_balloon::parse_guest_stats(value, self.ram) {
+                    self.heard.see(self.kicked, stats);
                 }
             }
             Query::Folder(i) => {
@@ -201,7 +201,7 @@ impl Vm {
                 self.inventory.look_anew();
             }
             if event.name == "RESET" {
-                self.forget_words();
+                self.forget_stats();
             }
             if event.name == BALLOON_CHANGE {
                 self.moved = Some(Instant::now());
@@ -216,7 +216,7 @@ impl Vm {
     }
 }
 
-/// Whether a guest was reset between two words, where no event tells: its counters of page faults
+/// Whether a guest was reset between two statistics, where no event tells: its counters of page faults
 /// begin anew with its kernel. Those of Windows are rates, which come and go.
 fn is_of_another_boot(was: &GuestStats, is: &GuestStats) -> bool {
     let minor = was.minor_faults.zip(is.minor_faults).is_some_and(|(was, is)| is < was);

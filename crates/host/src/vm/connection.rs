@@ -193,7 +193,7 @@ impl Vm {
         self.inventory.forget();
         self.findings = None;
         (self.ready, self.slow_since, self.restoring) = (false, None, None);
-        (self.looked_up, self.words_new, self.ran_asked) = (None, None, None);
+        (self.looked_up, self.stats_new, self.ran_asked) = (None, None, None);
     }
 
     /// Turns to its next socket where the manager of this one stays connected.
@@ -271,7 +271,7 @@ impl Vm {
         self.backoff = BACKOFF.0;
         self.looked = false;
         (self.device, self.interval) = (None, None);
-        self.forget_words();
+        self.forget_stats();
         (self.reporting, self.deflate_on_oom) = (None, None);
         self.owed.clear();
         self.events.push(VmEvent::Connected);

@@ -147,7 +147,7 @@ impl Vm {
         }
     }
 
-    /// Takes a VM up that was only looked at, or to be left: its interval may be another one.
+    /// Sets the interval again of a VM that was only looked at before, or was about to be left.
     pub(super) fn take_up(&mut self) {
         let again = std::mem::replace(&mut self.was_looked_at, self.access.look_only);
         let restored = self.restoring.take();
@@ -197,8 +197,8 @@ impl Vm {
         let soon = at.since(self.kicked) < interval.saturating_mul(1000);
         let silent = self.kick == Kick::Answered && soon;
         self.kick = match self.heard.last().filter(|_| silent) {
-            Some(words) => {
-                self.heard.see(at, words);
+            Some(stats) => {
+                self.heard.see(at, stats);
                 Kick::Known
             }
             // An idle guest says the same again and again.

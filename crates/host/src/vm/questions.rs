@@ -36,7 +36,7 @@ impl Vm {
     /// when QEMU asks it, every `interval_s`; a balloon that moves is told by an event.
     pub(super) fn may_have_news(&mut self, now: Instant) -> bool {
         let words_due = self
-            .words_new
+            .stats_new
             .is_none_or(|at| now - at + LOOKED_AT_EVERY >= Duration::from_secs(self.interval_s));
         words_due
             || !self.ready
@@ -108,7 +108,7 @@ impl Vm {
 
     /// Where a running guest's statistics are late, QEMU is asked how often it asks for them.
     fn check_interval(&mut self, now: Instant) {
-        let Some((interval, heard)) = self.interval.zip(self.words_new) else { return };
+        let Some((interval, heard)) = self.interval.zip(self.stats_new) else { return };
         let is_late = now - heard > LATE * Duration::from_secs(interval);
         let is_due = self.interval_asked.is_none_or(|at| now - at >= LATE_EVERY);
         let runs = self.answers.run == Some(RunState::Running);

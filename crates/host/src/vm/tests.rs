@@ -319,7 +319,7 @@ fn what_a_guest_has_said_is_looked_at_before_it_is_asked_only_where_it_is_not_kn
     assert_eq!(vm.heard.age_ms(Stamp(1_700), 9_000_000), 40, "it came after it was asked");
     assert!(is_looked_at(&mut vm, 2_660), "QEMU itself has asked since");
     look(&mut vm, 2_700);
-    vm.forget_words();
+    vm.forget_stats();
     look(&mut vm, 2_800);
     assert!(is_looked_at(&mut vm, 2_910), "another kernel's answer is none");
 }
@@ -369,7 +369,7 @@ fn a_still_vm_is_not_asked_before_its_guest_speaks_again_unless_something_happen
     assert!(asks(&mut vm), "its balloon has moved");
     vm.kicked = Stamp(1);
     assert!(asks(&mut vm), "its guest was asked out of turn");
-    vm.words_new = Some(Instant::now() - Duration::from_millis(1500));
+    vm.stats_new = Some(Instant::now() - Duration::from_millis(1500));
     assert!(asks(&mut vm), "its guest's next words are due");
 }
 

@@ -70,7 +70,7 @@ pub struct Raised {
     pub touched: Bytes,
     /// It is left alone for that.
     pub alone: bool,
-    /// The guest's page cache by its word then.
+    /// The guest's page cache by its statistics then.
     pub caches: Bytes,
 }
 

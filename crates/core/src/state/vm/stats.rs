@@ -102,7 +102,7 @@ impl VmMemory {
         let stats = vm.guest_stats();
         let moved = self.facts.filter(|(t, _)| at.since(*t) < FACTS_LIFE_MS);
         let facts = moved.zip(vm.agent.as_ref().and_then(|a| a.facts));
-        // The wall clock matters only to tell a new kernel's words from the old's.
+        // The wall clock matters only to tell a new kernel's statistics from the old's.
         let updated_s = stats.map_or(0, |s| s.updated_s);
         let from = |((t, _), f)| GuestStats::from_facts(&f, updated_s, at.since(t));
         facts.map(from).or(stats)
@@ -110,17 +110,17 @@ impl VmMemory {
 
     /// Counts contradictions; two in a row, and the guest is not asked. What its own
     /// numbers put right makes it only be asked gently.
-    pub(super) fn weigh_stats(&mut self, at: Stamp, vm: &VmSample, words: &GuestStats) {
-        // While a balloon moves, its size and the guest's word are of different moments.
+    pub(super) fn weigh_stats(&mut self, at: Stamp, vm: &VmSample, stats: &GuestStats) {
+        // While a balloon moves, its size and the guest's statistics are of different moments.
         if self.order.is_some_and(|o| o.still_ms == 0) {
             return;
         }
         // Nor is a move that Ebb did not order: each of its sizes of that time may be the one.
-        let said = Stamp(at.0.saturating_sub(words.age_ms));
+        let said = Stamp(at.0.saturating_sub(stats.age_ms));
         let Some(sizes) = self.sizes.of_stats(said) else { return };
-        match (implausible(vm, words, sizes), self.doubt.as_mut()) {
+        match (implausible(vm, stats, sizes), self.doubt.as_mut()) {
             (Some(what), Some(d)) => {
-                // The same word again is no second contradiction.
+                // The same statistics again are no second contradiction.
                 if said > d.at {
                     d.times = d.times.saturating_add(1).min(1000);
                     (d.at, d.what) = (at, what);
@@ -130,16 +130,16 @@ impl VmMemory {
             (None, Some(d)) if d.times > 1 && at.since(d.at) < DOUBT_MS => {}
             (None, before) => {
                 let before = before.filter(|d| d.times == 1 && at.since(d.at) < DOUBT_MS).cloned();
-                self.doubt = self.put_right(at, vm, words).or(before);
+                self.doubt = self.put_right(at, vm, stats).or(before);
             }
         }
     }
 
     /// The doubt that remains where a claim was cut down to what can be.
-    fn put_right(&self, at: Stamp, vm: &VmSample, words: &GuestStats) -> Option<Doubt> {
+    fn put_right(&self, at: Stamp, vm: &VmSample, stats: &GuestStats) -> Option<Doubt> {
         let heard = self.heard(at, vm).filter(|heard| self.claims_too_much(at, vm, heard))?;
-        let claim = heard.available.filter(|c| Some(*c) != words.available)?;
-        let (free, caches) = (words.free?, words.caches?);
+        let claim = heard.available.filter(|c| Some(*c) != stats.available)?;
+        let (free, caches) = (stats.free?, stats.caches?);
         let what = format!("{claim} available, but {free} free and {caches} of cache");
         Some(Doubt { at, times: 1, what, claim: true })
     }
@@ -154,7 +154,7 @@ impl VmMemory {
             return;
         }
         self.again = 0;
-        // It says more than it can have at this size: its word is from before a move, which
+        // It says more than it can have at this size: its statistics are from before a move, which
         // may have been before the first look.
         if now.available.is_some_and(|a| a > actual) {
             self.strayed = Some(at);
@@ -177,7 +177,7 @@ impl VmMemory {
             self.forget_guest(at, wall_s);
             return;
         }
-        // Its word and its size are of different moments: where a move came by surprise, what
+        // Its statistics and its size are of different moments: where a move came by surprise, what
         // looks like a growing need may be the move.
         if self.strayed.is_some_and(|t| at.since(t) < STRAY_MS) {
             self.growth = Growth::default();
@@ -211,13 +211,13 @@ impl VmMemory {
         self.rates.iter_mut().for_each(|r| (r.at, r.need) = (at, self.growth.rate));
     }
 
-    /// What its guest needs, by its last word.
+    /// What its guest needs, by its last statistics.
     pub fn need(&self) -> Option<Bytes> {
-        let (_, size, words) = self.stats.as_ref()?;
-        Some(*size - words.available.or(words.free)?)
+        let (_, size, stats) = self.stats.as_ref()?;
+        Some(*size - stats.available.or(stats.free)?)
     }
 
-    /// The size that goes with the guest's word, which it said after `said`.
+    /// The size that goes with the guest's statistics, which are from after `said`.
     fn paired(&mut self, (at, said): (Stamp, Stamp), actual: Bytes, now: &GuestStats) -> Bytes {
         let available = now.available.or(now.free);
         let needs = available.and_then(|a| Some((a, self.sizes.needs(said, a)?)));

@@ -104,7 +104,7 @@ fn shared_vm(path: std::path::PathBuf) -> Vm {
 
 /// A tick, so long after the last visit that all is asked.
 fn visit(vm: &mut Vm) -> VmSample {
-    (vm.asked_at, vm.words_new, vm.ran_asked) = (Stamp(0), None, None);
+    (vm.asked_at, vm.stats_new, vm.ran_asked) = (Stamp(0), None, None);
     vm.ask(Instant::now(), Stamp(1_000_000), false);
     let until = Instant::now() + Duration::from_secs(5);
     while !vm.asked.is_empty() && Instant::now() < until {
@@ -159,7 +159,7 @@ fn a_vm_that_is_let_go_while_its_manager_is_served_gets_its_interval_back() {
     let (dir, qemu, mut vm) = met();
     let path = dir.path().join(SOCKET);
     let manager = UnixStream::connect(&path).unwrap();
-    (vm.asked_at, vm.words_new, vm.ran_asked) = (Stamp(0), None, None);
+    (vm.asked_at, vm.stats_new, vm.ran_asked) = (Stamp(0), None, None);
     vm.ask(Instant::now(), Stamp(1_000_000), false);
     vm.client.iter_mut().for_each(Client::pump);
     assert!(vm.client.as_ref().unwrap().fd().is_some(), "it waits to be served");
@@ -270,7 +270,7 @@ fn a_socket_whose_manager_stays_is_left_for_another_one() {
     let mut now = Instant::now();
     let met = (0..20).any(|_| {
         now += Duration::from_secs(3);
-        (vm.asked_at, vm.words_new, vm.ran_asked) = (Stamp(0), None, None);
+        (vm.asked_at, vm.stats_new, vm.ran_asked) = (Stamp(0), None, None);
         vm.ask(now, Stamp(1_000_000), false);
         let until = Instant::now() + Duration::from_secs(3);
         while !vm.asked.is_empty() && Instant::now() < until {
