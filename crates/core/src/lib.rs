@@ -6,6 +6,7 @@
 
 pub mod config;
 pub mod histogram;
+pub mod mapping;
 pub mod model;
 pub mod page_hash;
 pub mod plan;

@@ -272,11 +272,7 @@ mod tests {
     #[test]
     fn the_limit_of_a_node_is_forgotten_with_the_last_vm_that_is_bound_to_it() {
         let dir = tempfile::tempdir().unwrap();
-        let write = |file: &str, text: &str| {
-            let path = dir.path().join(file);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
+        let write = |file: &str, text: &str| Root::at(dir.path()).put(file, text);
         write("sys/devices/system/node/has_memory", "0-1\n");
         for node in [0, 1] {
             let text = format!("Node {node} MemTotal: 9000 kB\nNode {node} MemFree: 4000 kB\n");

@@ -114,6 +114,14 @@ impl Root {
         self.prefix.join(absolute.strip_prefix("/").unwrap_or(absolute))
     }
 
+    /// Writes a file of a fixture tree, and makes the directories above it.
+    #[cfg(test)]
+    pub(crate) fn put(&self, absolute: impl AsRef<Path>, bytes: impl AsRef<[u8]>) {
+        let path = self.path(absolute);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+
     /// At most [`MAX_FILE`] bytes of a file; `None` where it is absent, its
     /// process has ended, or the kernel has it switched off (`psi=0`).
     pub fn read_bytes(&self, absolute: impl AsRef<Path>) -> Probed<Vec<u8>> {

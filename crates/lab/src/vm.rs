@@ -418,13 +418,6 @@ pub fn cpu_s(pid: u32) -> Result<f64> {
     Ok((stat.user_ticks + stat.system_ticks) as f64 / 100.0)
 }
 
-/// Page faults of a process so far that read nothing from a disk.
-pub fn minor_faults(pid: u32) -> Result<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    let after_name = stat.rsplit_once(')').context("a stat without a name")?.1;
-    Ok(after_name.split_whitespace().nth(7).context("a stat without faults")?.parse()?)
-}
-
 /// The threads of a process: id, name, processor seconds.
 pub fn threads(pid: u32) -> Result<Vec<(u32, String, f64)>> {
     let mut threads = Vec::new();

@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
+use ebb_core::mapping::Mapping;
 use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE};
 use ebb_core::wire::{KernelParts, Segment};
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs};
@@ -324,45 +325,13 @@ pub fn stretches(part: &Part, mask: &Bits) -> Vec<Part> {
     found
 }
 
-/// A line of `/proc/self/maps`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Map {
-    start: u64,
-    end: u64,
-    writable: bool,
-    shared: bool,
-    offset: u64,
-    device: (u32, u32),
-    inode: u64,
-    name: String,
-}
-
-fn parse_maps(text: &str) -> Vec<Map> {
-    text.lines().filter_map(parse_map).collect()
-}
-
-fn parse_map(line: &str) -> Option<Map> {
-    let mut words = line.split_ascii_whitespace();
-    let (start, end) = words.next()?.split_once('-')?;
-    let (flags, offset) = (words.next()?, words.next()?);
-    let (major, minor) = words.next()?.split_once(':')?;
-    let inode = words.next()?.parse().ok()?;
-    let hex = |t| u64::from_str_radix(t, 16).ok();
-    Some(Map {
-        start: hex(start)?,
-        end: hex(end)?,
-        writable: flags.starts_with("rw"),
-        shared: flags.ends_with('s'),
-        offset: hex(offset)?,
-        device: (hex(major)? as u32, hex(minor)? as u32),
-        inode,
-        name: words.collect::<Vec<_>>().join(" "),
-    })
+fn parse_maps(text: &str) -> Vec<Mapping<'_>> {
+    text.lines().filter_map(Mapping::parse).collect()
 }
 
 /// The one mapping that holds a segment, or the mappings, if they are alike: a
 /// VMA of anonymous RAM may be split by madvise.
-fn check_segment(s: &Segment, maps: &[Map]) -> Result<Piece, String> {
+fn check_segment(s: &Segment, maps: &[Mapping<'_>]) -> Result<Piece, String> {
     let name = format!("RAM at {:#x} ({} MiB)", s.gpa, s.size >> 20);
     let whole = |v: u64| v.is_multiple_of(PAGE);
     let (Some(end), Some(_)) = (s.hva.checked_add(s.size), s.gpa.checked_add(s.size)) else {
@@ -377,16 +346,16 @@ fn check_segment(s: &Segment, maps: &[Map]) -> Result<Piece, String> {
         if map.start > at {
             break;
         }
-        if !map.writable {
+        if !map.is_writable() {
             return Err(format!("{name}: not writable in this process"));
         }
-        let this = (map.shared, map.device, map.inode, map.offset.wrapping_sub(map.start));
+        let this = (map.is_shared(), map.device, map.inode, map.offset.wrapping_sub(map.start));
         let same = (this.0, this.1, this.2, if map.inode == 0 { 0 } else { this.3 });
         if *kind.get_or_insert(same) != same {
             return Err(format!("{name}: made of different mappings"));
         }
-        if map.inode == 0 && !(map.name.is_empty() || map.name.starts_with("[anon")) {
-            return Err(format!("{name}: is {}", map.name));
+        if map.inode == 0 && !(map.path.is_empty() || map.path.starts_with("[anon")) {
+            return Err(format!("{name}: is {}", map.path));
         }
         at = map.end;
     }
@@ -443,22 +412,10 @@ mod tests {
     }
 
     #[test]
-    fn maps_are_read() {
-        let text = "7f0000000000-7f0000200000 rw-s 00001000 00:01 77 /memfd:ram (deleted)\n\
-            7f0000200000-7f0000300000 r--p 00000000 00:00 0 \nnonsense\n";
-        let maps = parse_maps(text);
-        assert_eq!(maps.len(), 2);
-        assert_eq!((maps[0].offset, maps[0].inode, maps[0].shared), (0x1000, 77, true));
-        assert_eq!(maps[0].name, "/memfd:ram (deleted)");
-        assert!(!maps[1].writable && maps[1].name.is_empty());
-    }
-
-    #[test]
     fn what_is_not_plain_ram_is_a_reason() {
-        let map = |text: &str| parse_maps(text);
         let anon = "100000-300000 rw-p 00000000 00:00 0\n300000-500000 rw-p 00000000 00:00 0\n";
-        let at = |s, m: &str| check_segment(&s, &map(m)).map(drop).unwrap_err();
-        assert!(check_segment(&segment(0x100000, 0x400000), &map(anon)).is_ok());
+        let at = |s, m: &str| check_segment(&s, &parse_maps(m)).map(drop).unwrap_err();
+        assert!(check_segment(&segment(0x100000, 0x400000), &parse_maps(anon)).is_ok());
         assert!(at(segment(0x100000, 0x400001), anon).contains("whole pages"));
         assert!(at(segment(0x100000, 0x500000), anon).contains("not mapped"));
         assert!(at(segment(u64::MAX - 4095, 0x400000), anon).contains("no such"));

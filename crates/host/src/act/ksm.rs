@@ -452,11 +452,7 @@ pub(super) mod tests {
         assert_eq!(values(&root), ["1"]);
         meminfo(700_000);
         // Two VMs in a slice that has less left than both have merged.
-        let write = |file: &str, text: &str| {
-            let path = root.path(file);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        };
+        let write = |file: &str, text: &str| root.put(file, text);
         write("/proc/self/mountinfo", "1 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
         write("/sys/fs/cgroup/cgroup.controllers", "memory\n");
         for pid in ["7", "8"] {

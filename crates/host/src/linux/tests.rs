@@ -37,11 +37,7 @@ fn an_empty_machine_is_a_sample_of_unknowns() {
 #[test]
 fn without_psi_a_pool_of_cgroup_v1_tells_its_pressure() {
     let dir = tempfile::tempdir().unwrap();
-    let write = |path: &str, text: &str| {
-        let path = dir.path().join(path);
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, text).unwrap();
-    };
+    let write = |path: &str, text: &str| Root::at(dir.path()).put(path, text);
     write("proc/self/mountinfo", "1 0 0:1 / /cg rw - cgroup cgroup rw,memory\n");
     write("cg/vms/memory.pressure_level", "");
     write("cg/vms/cgroup.event_control", "");

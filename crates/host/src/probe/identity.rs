@@ -97,11 +97,7 @@ mod tests {
     fn a_name_is_worth_what_the_host_says_of_the_process() {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
-        let write = |path: &str, text: &str| {
-            let path = root.path(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
+        let write = |path: &str, text: &str| root.put(path, text);
         write("/etc/passwd", "vm-db:x:107:107::/:/bin/false\n");
         let status = |uids: &str| write("/proc/10/status", &format!("Uid: {uids}\n"));
         let cgroup = |path: &str| write("/proc/10/cgroup", &format!("4:memory:/v1\n0::{path}\n"));

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use ebb_core::mapping::Mapping;
 use ebb_core::sample::VmId;
 use ebb_core::wire::Segment;
 
 use crate::background_look::BackgroundLook;
-use crate::probe::maps::parse_line;
 use crate::probe::process::processes;
 use crate::root::Root;
 
@@ -24,7 +24,7 @@ const MAX_MAPS: u64 = 32 << 20;
 const LONG: Duration = Duration::from_secs(5);
 
 /// A file as `/proc/PID/maps` names it: device and inode.
-type Inode = (String, u64);
+type Inode = ((u32, u32), u64);
 
 /// Which other processes map a VM's RAM? The number goes with the answer.
 #[derive(Clone, Debug)]
@@ -171,8 +171,8 @@ fn each_mapping(
             return if read < MAX_MAPS { Ok(()) } else { Err(std::io::Error::other("too long")) };
         }
         let line = String::from_utf8_lossy(&line);
-        if let Some(m) = parse_line(&line) {
-            each(m.start, m.end, (m.device.to_owned(), m.inode));
+        if let Some(m) = Mapping::parse(&line) {
+            each(m.start, m.end, (m.device, m.inode));
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Which of a process's mappings can be guest RAM: `/proc/PID/maps` (proc(5)). Cheap beside
 //! `regions`: the kernel walks no page tables for it.
 
+use ebb_core::mapping::Mapping;
 use ebb_core::range::push;
 
 use crate::root::{ParseError, Probed, Root};
@@ -24,40 +25,11 @@ pub fn read_own_mappings(root: &Root, pid: u32) -> Probed<Vec<Range>> {
     root.parse(format!("/proc/{pid}/maps"), parse_own_mappings)
 }
 
-pub struct Mapping<'a> {
-    pub start: u64,
-    /// The address after the last.
-    pub end: u64,
-    /// As in `rw-p`.
-    pub permissions: &'a str,
-    /// Of the file, as in `fe:00`.
-    pub device: &'a str,
-    /// Of the file; 0: none.
-    pub inode: u64,
-    /// The file, or what the kernel calls the memory; may be empty.
-    pub path: &'a str,
-}
-
-/// `START-END PERMISSIONS OFFSET DEVICE INODE PATH`; `None` for anything else.
-pub fn parse_line(line: &str) -> Option<Mapping<'_>> {
-    let mut fields = line.splitn(6, ' ');
-    let (start, end) = fields.next()?.split_once('-')?;
-    let address = |t| u64::from_str_radix(t, 16).ok();
-    Some(Mapping {
-        start: address(start)?,
-        end: address(end)?,
-        permissions: fields.next()?,
-        device: fields.nth(1)?,
-        inode: fields.next()?.parse().ok()?,
-        path: fields.next().unwrap_or_default().trim(),
-    })
-}
-
 /// The mappings of a text, line by line.
 fn mappings(text: &str) -> impl Iterator<Item = Result<Mapping<'_>, ParseError>> {
     text.lines().enumerate().map(|(i, line)| {
         let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
-        parse_line(line).ok_or_else(bad)
+        Mapping::parse(line).ok_or_else(bad)
     })
 }
 

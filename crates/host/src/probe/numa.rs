@@ -192,16 +192,13 @@ mod tests {
             ("3", "default", vec![format!("{ram}0,policy=bind")], vec![]),
         ] {
             let dir = tempfile::tempdir().unwrap();
-            let write = |file: &str, text: String| {
-                let path = dir.path().join("proc/7").join(file);
-                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-                std::fs::write(path, text).unwrap();
-            };
+            let root = Root::at(dir.path());
+            let write = |file: &str, text: String| root.put(format!("/proc/7/{file}"), text);
             write("status", format!("Name: x\nMems_allowed_list:\t{allowed}\n"));
             write("numa_maps", format!("55ac {maps} file=/usr/bin/kvm\n7f00 bind:3 anon=9\n"));
             let objects: Vec<String> = objects.iter().map(|o| format!("-object\0{o}\0")).collect();
             write("cmdline", format!("kvm\0{}", objects.concat()));
-            let read = read_binding(&Root::at(dir.path()), 7, &[0, 1, 2, 3]).unwrap();
+            let read = read_binding(&root, 7, &[0, 1, 2, 3]).unwrap();
             assert_eq!(read, bound, "{allowed} {maps} {objects:?}");
         }
         let nothing = tempfile::tempdir().unwrap();
@@ -212,9 +209,7 @@ mod tests {
     fn nodes_are_a_limit_without_their_huge_pages() {
         let dir = tempfile::tempdir().unwrap();
         let write = |file: &str, text: &str| {
-            let path = dir.path().join(NODES.trim_start_matches('/')).join(file);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
+            Root::at(dir.path()).put(format!("{NODES}/{file}"), text);
         };
         write("has_memory", "0-1\n");
         write("node0/meminfo", "Node 0 MemTotal: 9000 kB\nNode 0 MemFree: 1000 kB\n");

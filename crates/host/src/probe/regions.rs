@@ -7,9 +7,9 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 
+use ebb_core::mapping::Mapping;
 use ebb_core::units::Bytes;
 
-use super::maps::{Mapping, parse_line};
 use super::meminfo::parse_kib;
 use crate::root::{ParseError, ProbeError, Probed, Root, probed};
 use crate::sys::Range;
@@ -94,7 +94,7 @@ fn take_line(regions: &mut Vec<Region>, number: usize, line: &str) -> Result<(),
 
 /// `7f00-7f10 rw-p 00000000 00:00 0   [name]`
 fn header(line: &str) -> Option<Region> {
-    let Mapping { start, end, permissions, inode, .. } = parse_line(line)?;
+    let Mapping { start, end, permissions, inode, .. } = Mapping::parse(line)?;
     Some(Region {
         range: Range { start, len: end.checked_sub(start)? },
         plain: permissions.starts_with("rw") && permissions.ends_with('p') && inode == 0,
@@ -169,9 +169,9 @@ VmFlags: rd ex mr mw me sd
     fn what_is_no_smaps_is_refused_with_its_line() {
         for (text, line) in [
             ("Rss: 4 kB\n", 1),
-            ("7f00-7e00 rw-p 0 0 0\n", 1),
-            ("7f00-7f10 rw-p 0 0 0\nRss: many\n", 2),
-            ("7f00-zz rw-p 0 0 0\n", 1),
+            ("7f00-7e00 rw-p 0 0:0 0\n", 1),
+            ("7f00-7f10 rw-p 0 0:0 0\nRss: many\n", 2),
+            ("7f00-zz rw-p 0 0:0 0\n", 1),
         ] {
             assert_eq!(parse_smaps(text.as_bytes()).unwrap().unwrap_err().line, line, "{text}");
         }

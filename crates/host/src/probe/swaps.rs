@@ -82,11 +82,7 @@ mod tests {
     fn swap_that_is_memory_is_told_apart() {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
-        let put = |path: &str, text: &str| {
-            let path = root.path(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
+        let put = |path: &str, text: &str| root.put(path, text);
         assert_eq!(read_swaps(&root).unwrap(), None);
         assert!(!read_zswap(&root).unwrap());
         put(

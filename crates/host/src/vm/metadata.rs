@@ -146,11 +146,7 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
-        let write = |path: &str, text: &str| {
-            let path = root.path(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
+        let write = |path: &str, text: &str| root.put(path, text);
         write("/proc/10/stat", "");
         write("/run/libvirt/libvirt-sock", "nobody listens");
         let libvirt = Libvirt::new(root.clone(), false).unwrap();

@@ -10,9 +10,8 @@
 //!
 //! Metrics `interval_…` are of a loop that begins once a second and waits in between,
 //! so that its memory can be taken while it is free: `interval_ops` is pages a second
-//! without the waiting. `interval_faults` is QEMU's page faults a loop: what of its
-//! memory was taken, and came back, in pages or in huge pages. Arm `reporting`, in a VM
-//! of its own, has QEMU's free page reporting.
+//! without the waiting. `interval_recycled` is what the agent recycled a loop. Arm
+//! `reporting`, in a VM of its own, has QEMU's free page reporting.
 //!
 //! Time under emulation is noisy, and no measure of a real processor. So the loop
 //! also runs where the guest's clock counts instructions: `instructions` a page,
@@ -25,7 +24,7 @@ use ebb_core::units::Bytes;
 use super::cgroup_guest::{Bench, MINUTE, Place, RamKind};
 use super::trial::Trial;
 use crate::result::{ExperimentResult, target};
-use crate::vm::{Balloon, cpu_s, minor_faults};
+use crate::vm::{Balloon, cpu_s};
 
 /// All arms; ratios need the first.
 pub const ARMS: [&str; 4] = ["plain", "module", "ebb-guest", "reporting"];
@@ -34,6 +33,8 @@ const SIZE: u64 = 128 << 20;
 const SECONDS: u32 = 6;
 /// Loops of one measurement at an interval.
 const LOOPS: u32 = 20;
+/// Loops before that.
+const WARM_LOOPS: u32 = 10;
 
 /// Whether the guest's loop gets huge pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,9 +139,9 @@ fn timed(bench: &mut Bench<'_>) -> Result<()> {
                 each.map(|turn| format!("{:.0}", of(turn))).collect::<Vec<_>>().join(", ")
             };
             println!(
-                "  {pace:?}, {pages:?}: {} pages a processor second, {} faults a loop ({})",
+                "  {pace:?}, {pages:?}: {} pages a processor second, {} bytes recycled a loop ({})",
                 last(|turn| turn.cpu_rate),
-                last(|turn| turn.faults),
+                last(|turn| turn.recycled),
                 arms.join(", ")
             );
         }
@@ -162,9 +163,9 @@ fn add(
     let (prefix, suffix) = (pace.prefix(), pages.suffix());
     for (arm, own) in arms.iter().zip(turns) {
         let of = |of: Figure| own.iter().map(of).collect::<Vec<_>>();
-        if pace == Pace::Interval {
-            let metric = format!("interval_faults{suffix}");
-            outcome.add_median(arm, &metric, "count", &of(|turn| turn.faults));
+        if pace == Pace::Interval && *arm == "ebb-guest" {
+            let metric = format!("interval_recycled{suffix}");
+            outcome.add_median(arm, &metric, "bytes", &of(|turn| turn.recycled));
         }
         for (name, rate) in
             [("ops", (|turn| turn.rate) as Figure), ("cpu_ops", |turn| turn.cpu_rate)]
@@ -187,8 +188,8 @@ struct Turn {
     rate: f64,
     /// Pages a second of QEMU's processor time.
     cpu_rate: f64,
-    /// QEMU's page faults a loop.
-    faults: f64,
+    /// What the agent recycled a loop, bytes.
+    recycled: f64,
 }
 
 /// Measures; the guest is as it was afterwards.
@@ -202,24 +203,31 @@ fn turn(place: &Place, arm: &str, pace: Pace, pages: Pages) -> Result<Turn> {
         Pace::AtOnce => ("seconds=1".to_string(), format!("seconds={SECONDS}")),
         Pace::Interval => {
             let loops = |n| format!("iterations={n} period_ms=1000");
-            (loops(3), loops(LOOPS))
+            (loops(WARM_LOOPS), loops(LOOPS))
         }
     };
-    // The translator's work, and what loading the module set off, are not measured.
+    // The translator's work, and what loading the module and starting the daemon set off, are not
+    // measured.
     faultloop(place, pages, &warm)?;
+    let recycled = || match &daemon {
+        None => Ok(0),
+        Some(daemon) => daemon
+            .vm(place.vm.name())
+            .map(|vm| vm["agent"]["counters"]["recycled"].as_u64().unwrap_or(0)),
+    };
     // All threads of QEMU, the agent's too.
     let pid = place.vm.pid();
-    let before = (cpu_s(pid)?, minor_faults(pid)?);
+    let before = (cpu_s(pid)?, recycled()?);
     let found = faultloop(place, pages, &measured)?;
     let took = cpu_s(pid)? - before.0;
-    let faults = (minor_faults(pid)? - before.1) as f64 / found.loops;
+    let recycled = recycled()?.saturating_sub(before.1) as f64 / found.loops;
     if let Some(daemon) = daemon {
         daemon.stop();
     }
     if tier {
         place.sh("rmmod ebb")?;
     }
-    Ok(Turn { rate: 1e9 / found.each, cpu_rate: found.pages / took, faults })
+    Ok(Turn { rate: 1e9 / found.each, cpu_rate: found.pages / took, recycled })
 }
 
 /// What loops came to, by the guest's clock.

@@ -8,9 +8,7 @@ fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, Root) {
     let dir = tempfile::tempdir().unwrap();
     let root = Root::at(dir.path());
     for (path, text) in files {
-        let path = root.path(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text).unwrap();
+        root.put(path, text);
     }
     (dir, root)
 }

@@ -16,11 +16,7 @@ fn anything() -> TrustRules {
 fn a_scan_passes_over_what_is_not_a_live_qemu_and_makes_names_unique() {
     let dir = tempfile::tempdir().unwrap();
     let root = Root::at(dir.path());
-    let put = |path: String, bytes: &[u8]| {
-        let path = root.path(path);
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, bytes).unwrap();
-    };
+    let put = |path: String, bytes: &[u8]| root.put(path, bytes);
     let line = |socket: &str| {
         format!("qemu-kvm\0-name\0a\0-mem-path\0/huge/x\0-qmp\0unix:{socket},server\0")
     };
