@@ -377,6 +377,17 @@ mod tests {
     }
 
     #[test]
+    fn a_name_that_toml_takes_only_in_quotes_is_explained() {
+        for header in ["[vm.web.example.org]", "[vm.web 01]"] {
+            let error = Config::parse("f", &format!("{header}\nmanage = false\n")).unwrap_err();
+            assert!(error.to_string().contains("needs quotes"), "{error}");
+        }
+        let error = Config::parse("f", "[vm.\"a.b\"]\nx = 1\n").unwrap_err().to_string();
+        assert!(!error.contains("needs quotes"), "{error}");
+        assert!(Config::parse("f", "[vm.\"a.b\"]\nmanage = false\n").is_ok());
+    }
+
+    #[test]
     fn of_listed_vms_only_those_with_a_section_are_managed() {
         let config = Config::parse("f", "[host]\nvms = \"listed\"\n[vm.a]\n").unwrap();
         let its = Metadata::Says(Overrides { manage: Some(true), ..Overrides::default() });

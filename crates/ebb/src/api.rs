@@ -40,6 +40,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::daemon::Inbox;
+use crate::log::say;
 use crate::metrics;
 use crate::recorder::Recorder;
 use crate::server;
@@ -145,7 +146,8 @@ pub struct Listeners {
     tcp: Option<std::net::TcpListener>,
 }
 
-/// Binds them. A socket file without a listener is replaced.
+/// Binds them. A socket file without a listener is replaced. An address of `daemon.listen` that
+/// cannot be had is reported, and Ebb goes on without it.
 pub fn bind(socket: &str, listen: Option<&str>) -> Result<Listeners> {
     let path = Path::new(socket);
     if let Some(dir) = path.parent() {
@@ -155,15 +157,18 @@ pub fn bind(socket: &str, listen: Option<&str>) -> Result<Listeners> {
     }
     let unix = bind_unix(path)?;
     unix.set_nonblocking(true)?;
-    let tcp = match listen {
-        None => None,
-        Some(address) => {
-            let tcp = std::net::TcpListener::bind(address)
-                .with_context(|| format!("cannot listen on {address} (daemon.listen)"))?;
-            tcp.set_nonblocking(true)?;
-            Some(tcp)
-        }
+    let on_tcp = |address: &str| {
+        let tcp = std::net::TcpListener::bind(address)?;
+        tcp.set_nonblocking(true).map(|()| tcp)
     };
+    let tcp = listen.and_then(|address| {
+        let without = |e: &std::io::Error| {
+            say(&format!(
+                "cannot listen on {address} (daemon.listen), /metrics is on {socket} only: {e}"
+            ));
+        };
+        on_tcp(address).inspect_err(without).ok()
+    });
     Ok(Listeners { unix, tcp })
 }
 

@@ -140,6 +140,19 @@ fn the_daemon_serves_both_sockets_and_ends_on_sigterm() {
 }
 
 #[test]
+fn a_port_that_is_taken_does_not_keep_the_daemon_from_its_vms() {
+    let dir = tempfile::tempdir().unwrap();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let file = config(dir.path(), &format!("listen = \"127.0.0.1:{port}\"\n"));
+    let daemon = Daemon::start(dir.path(), &file);
+    let get = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+    let metrics = http(UnixStream::connect(dir.path().join("s")).unwrap(), get);
+    assert!(metrics.contains("ebb_host_memory_total_bytes "), "{metrics}");
+    assert_eq!(daemon.end(), 0);
+}
+
+#[test]
 fn two_daemons_do_not_share_vms() {
     let dir = tempfile::tempdir().unwrap();
     let file = config(dir.path(), "");

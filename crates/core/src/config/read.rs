@@ -12,11 +12,22 @@ use crate::units::NotASize;
 pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
     let check = Checker { file, text };
     let raw: RawConfig = toml::from_str(text).map_err(|e| {
-        let message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
+        let mut message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
         let field = e.span().map(|s| key_at(text, s.start)).unwrap_or_default();
+        if lacks_quotes(&field) {
+            message += ". A name with other characters than letters, digits, - and _ needs \
+                        quotes, as in [vm.\"web.example.org\"]";
+        }
         check.fail(e.span(), &field, message)
     })?;
     check.config(raw)
+}
+
+/// Whether this is the header of a VM's section whose name TOML takes only in quotes.
+fn lacks_quotes(header: &str) -> bool {
+    let name = header.strip_prefix("[vm.").map(|rest| rest.trim_end_matches(']'));
+    let bare = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
+    name.is_some_and(|name| !name.starts_with(['"', '\'']) && !name.chars().all(bare))
 }
 
 /// A size below this lacks its unit.
@@ -288,7 +299,7 @@ fn listen(text: String) -> Result<String, String> {
     match text.parse::<std::net::SocketAddr>() {
         Ok(a) if a.ip().is_loopback() => Ok(text),
         _ => Err(format!(
-            "“{text}” is not allowed: a loopback address and port, as in \"127.0.0.1:9177\" \
+            "“{text}” is not allowed: a loopback address and port, as in \"127.0.0.1:19177\" \
              (the interface has no passwords; publish it through a proxy that has)"
         )),
     }

@@ -147,7 +147,7 @@ mod tests {
             "oneadmin, incus and lxd; the program must be a file that only root can change\n"
         ));
         assert!(
-            page.contains("\n.B listen = \\(dq127.0.0.1:9177\\(dq\nexample: /metrics on loopback"),
+            page.contains("\n.B listen = \\(dq127.0.0.1:19177\\(dq\nexample: /metrics on loopback"),
             "{page}"
         );
         assert!(!page.lines().any(|l| l.starts_with('#')), "{page}");

@@ -99,17 +99,33 @@ pub fn proxmox_id(path: &Path) -> Option<String> {
 /// Where Proxmox VE keeps the configuration of this host's VMs.
 pub const PROXMOX_CONFIGS: &str = "/etc/pve/qemu-server";
 
-/// Whether Proxmox' `pvestatd` sets the balloon of the VM with this number: its configuration has
-/// a `balloon` above 0, and `shares` that are not 0. `None` where it cannot be read.
+/// What Proxmox VE does to the balloon of a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProxmoxBalloon {
+    Nothing,
+    /// `balloon` is above 0 and `shares` are 0: it sets this size, MiB, when the VM starts.
+    AtStart(u64),
+    /// `balloon` is above 0 and `shares` are not 0: `pvestatd` sets it as well.
+    Always,
+}
+
+/// What Proxmox VE does to the balloon of the VM with this number, by its configuration. `None`
+/// where that cannot be read.
 ///
-/// Sources: qemu-server `PVE/QemuServer.pm` (`vmstatus`), pve-manager `PVE/AutoBalloon.pm`.
-pub fn proxmox_sets_balloon(root: &Root, id: &str) -> Option<bool> {
+/// Sources: qemu-server `PVE/QemuServer.pm` (`vmstatus`, `vm_start_nolock`), pve-manager
+/// `PVE/AutoBalloon.pm`.
+pub fn proxmox_balloon(root: &Root, id: &str) -> Option<ProxmoxBalloon> {
     let text = root.read(format!("{PROXMOX_CONFIGS}/{id}.conf")).ok()??;
     // Sections of snapshots follow.
     let lines = || text.lines().take_while(|line| !line.starts_with('['));
     let value = |key: &str| lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'));
-    let is_zero = |value: &str| value.trim().parse() == Ok(0.0);
-    Some(value("balloon").is_some_and(|b| !is_zero(b)) && !value("shares").is_some_and(is_zero))
+    let number = |key: &str| value(key).and_then(|v| v.trim().parse::<f64>().ok());
+    Some(match (number("balloon"), number("shares")) {
+        (None | Some(0.0), _) => ProxmoxBalloon::Nothing,
+        (Some(mib), Some(0.0)) if number("memory") == Some(mib) => ProxmoxBalloon::Nothing,
+        (Some(mib), Some(0.0)) => ProxmoxBalloon::AtStart(mib as u64),
+        _ => ProxmoxBalloon::Always,
+    })
 }
 
 pub(super) fn is_ebbs(path: &Path) -> bool {
@@ -140,20 +156,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proxmox_sets_balloons_of_vms_with_balloon_and_shares() {
+    fn proxmox_sets_balloons_of_vms_with_balloon_at_their_start_or_always() {
+        use ProxmoxBalloon::{Always, AtStart, Nothing};
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
-        assert_eq!(proxmox_sets_balloon(&root, "100"), None);
-        std::fs::create_dir_all(dir.path().join("etc/pve/qemu-server")).unwrap();
+        assert_eq!(proxmox_balloon(&root, "100"), None);
         let sets = |text: &str| {
-            std::fs::write(root.path("/etc/pve/qemu-server/100.conf"), text).unwrap();
-            proxmox_sets_balloon(&root, "100").unwrap()
+            root.put("/etc/pve/qemu-server/100.conf", text);
+            proxmox_balloon(&root, "100").unwrap()
         };
-        assert!(sets("balloon: 1024\nmemory: 4096\n"));
-        assert!(sets("balloon: 1024\nshares: 500\n"));
-        assert!(!sets("balloon: 1024\nshares: 0\n"));
-        assert!(!sets("balloon: 0\nmemory: 4096\n"));
-        assert!(!sets("memory: 4096\n\n[before]\nballoon: 1024\n"));
+        assert_eq!(sets("balloon: 1024\nmemory: 4096\n"), Always);
+        assert_eq!(sets("balloon: 1024\nshares: 500\n"), Always);
+        assert_eq!(sets("balloon: 1024\nmemory: 4096\nshares: 0\n"), AtStart(1024));
+        assert_eq!(sets("balloon: 4096\nmemory: 4096\nshares: 0\n"), Nothing);
+        assert_eq!(sets("balloon: 0\nmemory: 4096\n"), Nothing);
+        assert_eq!(sets("memory: 4096\n\n[before]\nballoon: 1024\n"), Nothing);
     }
 
     #[test]

@@ -25,7 +25,7 @@ const CONTROLLERS: [Controller; 3] = [
     (
         "pvestatd",
         "Proxmox's pvestatd sets the balloons of VMs with `balloon` below `memory`",
-        "for each VM that Ebb is to manage: qm set ID --shares 0 (not --balloon 0)",
+        "for each VM that Ebb is to manage: qm set ID --delete balloon (not --balloon 0)",
     ),
     (
         "momd",
@@ -305,7 +305,10 @@ mod tests {
         let said: Vec<_> =
             controllers(&root).into_iter().map(|c| c.found + " " + &c.advice).collect();
         assert_eq!(said.len(), 2, "{said:?}");
-        assert!(said[0].contains("(process 7)") && said[0].contains("--shares 0"), "{said:?}");
+        assert!(
+            said[0].contains("(process 7)") && said[0].contains("--delete balloon"),
+            "{said:?}"
+        );
         assert!(said[1].contains("(process 9)") && said[1].contains("disable --now momd"));
     }
 

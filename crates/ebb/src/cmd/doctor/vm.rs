@@ -8,7 +8,7 @@ use ebb_core::sample::{AgentSample, Link, SharedSocket};
 use ebb_core::text::in_command;
 use ebb_core::units::Bytes;
 use ebb_core::wire::AgentState;
-use ebb_host::probe::managers::{proxmox_id, proxmox_sets_balloon};
+use ebb_host::probe::managers::{ProxmoxBalloon, proxmox_balloon, proxmox_id};
 use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::probe::regions::{Region, read_smaps};
 use ebb_host::root::Root;
@@ -104,18 +104,24 @@ fn left_alone(vm: &Vm, down: &str) -> bool {
 
 pub(super) fn proxmox_check(vm: &Vm, process: Option<&QemuProcess>, root: &Root) -> Option<Check> {
     let id = process.and_then(proxmox_id_of)?;
-    let (grade, found) = match proxmox_sets_balloon(root, &id) {
-        Some(false) => return None,
-        Some(true) => (Grade::Missing, "Proxmox's pvestatd sets its balloon as well"),
-        None => (
-            Grade::Note,
-            "Proxmox's pvestatd sets its balloon as well, if the VM has `balloon` and `shares`",
-        ),
+    let (grade, found) = match proxmox_balloon(root, &id) {
+        Some(ProxmoxBalloon::Nothing) => return None,
+        Some(ProxmoxBalloon::Always) => {
+            (Grade::Missing, "Proxmox's pvestatd sets its balloon as well".to_owned())
+        }
+        Some(ProxmoxBalloon::AtStart(mib)) => {
+            let found = format!("Proxmox sets it to {mib} MiB when it starts, and it keeps that");
+            (Grade::Missing, found)
+        }
+        None => {
+            let found = "Proxmox sets its balloon as well, if its configuration has `balloon`";
+            (Grade::Note, found.to_owned())
+        }
     };
     let advice = format!(
-        "qm set {id} --shares 0 (not --balloon 0, which removes the balloon at the next start)"
+        "qm set {id} --delete balloon (not --balloon 0, which removes the balloon at the next start)"
     );
-    Some(check(&vm.name, "Proxmox VE", grade, found, &advice))
+    Some(check(&vm.name, "Proxmox VE", grade, &found, &advice))
 }
 
 fn shared_words(shared: &SharedSocket) -> String {
@@ -350,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn doctor_names_a_balloon_that_proxmox_sets_until_its_shares_are_0() {
+    fn doctor_names_a_balloon_that_proxmox_sets_until_it_is_deleted() {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
         let id = ebb_core::sample::VmId { pid: 7, start: 9 };
@@ -365,8 +371,10 @@ mod tests {
         std::fs::write(&conf, "balloon: 512\n").unwrap();
         let told = said(&process).unwrap();
         assert_eq!(told.grade, Grade::Missing);
-        assert!(told.advice.starts_with("qm set 104 --shares 0 (not --balloon 0"));
-        std::fs::write(&conf, "balloon: 512\nshares: 0\n").unwrap();
+        assert!(told.advice.starts_with("qm set 104 --delete balloon (not --balloon 0"));
+        std::fs::write(&conf, "balloon: 512\nmemory: 2048\nshares: 0\n").unwrap();
+        assert!(said(&process).unwrap().found.contains("512 MiB when it starts"));
+        std::fs::write(&conf, "memory: 2048\nshares: 0\n").unwrap();
         assert!(said(&process).is_none());
     }
 
