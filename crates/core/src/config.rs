@@ -384,6 +384,8 @@ mod tests {
         }
         let error = Config::parse("f", "[vm.\"a.b\"]\nx = 1\n").unwrap_err().to_string();
         assert!(!error.contains("needs quotes"), "{error}");
+        let error = Config::parse("f", "[vm.a]\n[vm.a] # twice\n").unwrap_err().to_string();
+        assert!(!error.contains("needs quotes"), "{error}");
         assert!(Config::parse("f", "[vm.\"a.b\"]\nmanage = false\n").is_ok());
     }
 

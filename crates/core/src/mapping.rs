@@ -37,6 +37,7 @@ impl Mapping<'_> {
         })
     }
 
+    /// Its process may read and write it.
     pub fn is_writable(&self) -> bool {
         self.permissions.starts_with("rw")
     }

@@ -147,7 +147,8 @@ impl Action {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "rule")]
 pub enum Reason {
-    /// The host or another limit is short, or other guests wait; idle memory is taken in proportion.
+    /// The host or another limit is short, or other guests wait; idle memory is taken in
+    /// proportion.
     HostShort {
         /// The host's state, soft at least.
         state: crate::model::Pressure,

@@ -38,8 +38,8 @@ pub trait Host {
     }
     /// Carries out the actions; one outcome for each, in any order.
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome>;
-    /// Starts agents' orders and [`Plan::orders`]. They run beside the loop, and later samples tell the result. A host without these
-    /// ignores it.
+    /// Starts agents' orders and [`Plan::orders`]. They run beside the loop, and later samples tell
+    /// the result. A host without these ignores it.
     fn start(&mut self, _plan: &Plan) {}
     /// What the operator said of merging since the last tick.
     fn wishes(&mut self) -> Vec<MergeWish> {
@@ -231,8 +231,8 @@ impl Engine {
         (Tick { number: self.number, plan: decided.plan, ..recorded.clone() }, model)
     }
 
-    /// The requests that are for this tick. One for a VM whose agent is at work, or may not work while
-    /// the balloon grows, waits for the end of that.
+    /// The requests that are for this tick. One for a VM whose agent is at work, or may not work
+    /// while the balloon grows, waits for the end of that.
     fn due(&mut self, sample: &Sample, new: Vec<Reclaim>) -> Vec<Reclaim> {
         let at = sample.at;
         let works = |vm: &VmSample| {
@@ -336,8 +336,8 @@ fn growth(vm: &VmModel, m: &VmMemory) -> Bytes {
     seen.max(vm.ram.unwrap_or_default().share(LEAST_GROWTH))
 }
 
-/// Whether nothing of a VM moves, and its guest cannot be short within this time, by statistics that
-/// may be old already, if it grows by `least` a second or more.
+/// Whether nothing of a VM moves, and its guest cannot be short within this time, by statistics
+/// that may be old already, if it grows by `least` a second or more.
 fn is_at_rest(vm: &VmModel, m: &VmMemory, (within_ms, least): (u64, Bytes)) -> bool {
     // Its agent is asked in each tick.
     let moves = vm.agent.is_some()

@@ -18,7 +18,7 @@ const ROUND: Duration = Duration::from_millis(200);
 const ANSWER: Duration = Duration::from_secs(1);
 /// An order that a guest has not followed by then is sent again.
 const AGAIN: Duration = Duration::from_secs(5);
-/// A VM that lacks less than this has all: so little is not owed, as in the ledger.
+/// A VM that lacks less than this has all: less is not owed, as in the ledger.
 const NEAR: Bytes = Bytes::mib(1);
 
 /// What could not be given back, and why.
@@ -28,8 +28,8 @@ pub struct Left {
     pub why: String,
 }
 
-/// Gives back until all have what they are owed or the time is up; each is asked at least
-/// once. `say` hears of each VM's first order and of its end, `note` what is owed once all were asked: a
+/// Gives back until all have what they are owed or the time is up; each is asked at least once.
+/// `say` hears of each VM's first order and of its end, `note` what is owed once all were asked: a
 /// process killed after that leaves balloons that move as it told them. Returns what is still owed.
 pub fn give_back(
     host: &mut LinuxHost,

@@ -1,7 +1,7 @@
 //! After each tick: publish, record, log.
 //!
-//! A tick must cost little when no client reads. Sample, plan and model are published
-//! without a copy, what is remembered is copied; the log says what is new, and the record is packed.
+//! A tick must cost little when no client reads. Sample, plan and model are published without a
+//! copy, what is remembered is copied; the log says what is new, and the record is packed.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};

@@ -35,8 +35,8 @@ use crate::scan::agents::HashLink;
 /// A QEMU without privilege gets its userfaultfd from our descriptor of this: only
 /// such a one sees the faults that KVM takes.
 const USERFAULTFD: &str = "/dev/userfaultfd";
-/// RAM is handed anew to one that stands aside for what may pass, and what it refused is asked of it
-/// again.
+/// RAM is handed anew to one that stands aside for what may pass, and what it refused is asked of
+/// it again.
 const PASSES: Duration = Duration::from_secs(10);
 /// All processes are looked through for those that map shared RAM this often at most.
 const MAPPED_EVERY: Duration = Duration::from_secs(60);
@@ -121,8 +121,8 @@ pub(crate) struct AgentLink {
     hashes: bool,
     scanner: Option<Arc<HashLink>>,
     segments: Vec<Segment>,
-    /// What it was told to open to KSM since it was attached, and after how many scans; `None`: what
-    /// is open is not known.
+    /// What it was told to open to KSM since it was attached, and after how many scans; `None`:
+    /// what is open is not known.
     told: Option<(Vec<Range>, u64)>,
     open: Option<Bytes>,
     /// When and why it did not do what it was told of merging.
@@ -461,8 +461,8 @@ impl AgentLink {
     }
 
     /// Has it open these ranges to KSM, and no others, unless it was told so last and no further
-    /// scan has ended: the agent closes what the guest frees in them. If it was told now: whether it
-    /// may have to close ranges for it, which are sorted.
+    /// scan has ended: the agent closes what the guest frees in them. If it was told now: whether
+    /// it may have to close ranges for it, which are sorted.
     pub fn advise(&mut self, open: &[Range], scans: u64) -> Option<bool> {
         let same = self.told.as_ref().is_some_and(|(told, by)| told == open && *by == scans);
         let refused = self.refused.as_ref().is_some_and(|(at, _)| at.elapsed() < PASSES);

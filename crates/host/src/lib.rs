@@ -1,10 +1,10 @@
 //! Everything that reads from or writes to the Linux host.
 //!
 //! Reading and parsing are apart: `read_x(root)` opens a file below a [`root::Root`],
-//! `parse_x(text)` is pure. What is read is checked and bounded here. Which
-//! VM gives, is given or is merged is not decided in this crate. New sources go to `probe/`, new acts on the
-//! machine to `act/`, new QMP meanings to `qmp_balloon.rs`; [`linux::LinuxHost`] joins
-//! them into one sample per tick.
+//! `parse_x(text)` is pure. What is read is checked and bounded here. Which VM gives, is given or
+//! is merged is not decided in this crate. New sources go to `probe/`, new acts on the machine to
+//! `act/`, new QMP meanings to `qmp_balloon.rs`; [`linux::LinuxHost`] joins them into one sample
+//! per tick.
 
 pub mod act;
 pub mod agent;

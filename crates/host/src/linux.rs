@@ -1,9 +1,10 @@
 //! The Linux host: one [`LinuxHost::sample`] per tick, balloon commands, and a
 //! sleep that ends early when the host or a VM needs attention.
 //!
-//! What is read of VMs in a tick shares one deadline. Orders, and the questions before an
-//! agent's order, have one of the same length each. A source that fails becomes a [`Problem`]; nothing here ends the tick. Connections are
-//! `vm.rs`'s; what is read of the kernel is `probe/`'s; this file only joins.
+//! What is read of VMs in a tick shares one deadline. Orders, and the questions before an agent's
+//! order, have one of the same length each. A source that fails becomes a [`Problem`]; nothing here
+//! ends the tick. Connections are `vm.rs`'s; what is read of the kernel is `probe/`'s; this file
+//! only joins.
 //!
 //! Here is what is kept between ticks and what a sample is made of; the steps of a tick and
 //! what can be ordered have files of their own in `linux/`.

@@ -1,8 +1,8 @@
 //! The system calls that no safe wrapper offers, each as a small function.
 //!
-//! Most read other processes: which of their pages are held, and what is in
-//! those. The rest is signals, priorities, and the heap of this process. Foreign addresses are numbers here; only the kernel follows them, and a
-//! mapping that is gone is an error of the call.
+//! Most read other processes: which of their pages are held, and what is in those. The rest is
+//! signals, priorities, and the heap of this process. Foreign addresses are numbers here; only the
+//! kernel follows them, and a mapping that is gone is an error of the call.
 
 #![allow(unsafe_code)]
 

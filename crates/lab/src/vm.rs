@@ -1,12 +1,11 @@
 //! VMs: QEMU processes that boot an [`Image`] and are driven by the guest tool.
 //!
-//! A VM has a run directory of its own with its console, QEMU's messages, the
-//! tool's socket and two QMP sockets: `ebb-qmp.sock` is the product's (Ebb connects
-//! to sockets with `ebb` in their file name), `lab-qmp.sock` the lab's. It dies with the lab: `setpriv` has the
-//! kernel kill QEMU when the thread that started it ends, so one thread, which
-//! never ends, starts them all. Nothing waits for time to pass: every wait is for
-//! a state, with a deadline that is stretched on slow machines. A VM that died or
-//! whose kernel gave up is [`VmError::Lost`], which is another thing than a
+//! A VM has a run directory of its own with its console, QEMU's messages, the tool's socket and two
+//! QMP sockets: `ebb-qmp.sock` is the product's (Ebb connects to sockets with `ebb` in their file
+//! name), `lab-qmp.sock` the lab's. It dies with the lab: `setpriv` has the kernel kill QEMU when
+//! the thread that started it ends, so one thread, which never ends, starts them all. Nothing waits
+//! for time to pass: every wait is for a state, with a deadline that is stretched on slow machines.
+//! A VM that died or whose kernel gave up is [`VmError::Lost`], which is another thing than a
 //! failed test.
 //!
 //! This file has a VM's life and the ways to ask it; how it is to be is in `config`, how QEMU

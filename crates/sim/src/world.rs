@@ -45,8 +45,8 @@ pub struct Probe {
 
 #[derive(Clone, Copy, Debug)]
 pub enum Measured {
-    /// How long until the guest has returned that much, from then on and from when the host has less
-    /// than a tenth free?
+    /// How long until the guest has returned that much, from then on and from when the host has
+    /// less than a tenth free?
     Take,
     /// From then on the guest wants that much more: how long until it has it, beyond the time that
     /// its programs need to allocate it?

@@ -1,8 +1,8 @@
 //! One VM's agent: what each command of the daemon does.
 //!
 //! Commands run in one thread: the server calls [`Agent::execute`] for each request and
-//! [`Agent::step`] in between. The fault handler and the hasher have threads of their own. All that touches guest RAM hangs on the one
-//! `Attached`, whose end lifts every protection.
+//! [`Agent::step`] in between. The fault handler and the hasher have threads of their own. All that
+//! touches guest RAM hangs on the one `Attached`, whose end lifts every protection.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

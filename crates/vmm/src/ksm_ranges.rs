@@ -105,8 +105,8 @@ impl Open {
         Open { ranges: self.ranges.iter().filter(good).copied().collect(), kept: None }
     }
 
-    /// Opens these ranges of a stretch and no others there. `below`: what may be taken below the VM's
-    /// limits; what closing took goes off it.
+    /// Opens these ranges of a stretch and no others there. `below`: what may be taken below the
+    /// VM's limits; what closing took goes off it.
     pub fn set(
         &mut self,
         ram: &Ram,

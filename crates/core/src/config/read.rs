@@ -25,7 +25,7 @@ pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
 
 /// Whether this is the header of a VM's section whose name TOML takes only in quotes.
 fn lacks_quotes(header: &str) -> bool {
-    let name = header.strip_prefix("[vm.").map(|rest| rest.trim_end_matches(']'));
+    let name = header.strip_prefix("[vm.").and_then(|rest| rest.split(']').next());
     let bare = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
     name.is_some_and(|name| !name.starts_with(['"', '\'']) && !name.chars().all(bare))
 }

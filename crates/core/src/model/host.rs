@@ -64,11 +64,11 @@ pub struct Limit {
     pub shortage: Bytes,
     /// The state that it would be in for stalls alone.
     pub stalled: Pressure,
-    /// Tasks stall or much is swapped out although it has plenty: another limit is full, one that is
-    /// not known here.
+    /// Tasks stall or much is swapped out although it has plenty: another limit is full, one that
+    /// is not known here.
     pub stalls_elsewhere: bool,
-    /// How much tasks suffer, 0 to 1: from PSI, swapping and cgroup v1's notifications; rises at once,
-    /// sinks over 15 s. It scales goal and steps.
+    /// How much tasks suffer, 0 to 1: from PSI, swapping and cgroup v1's notifications; rises at
+    /// once, sinks over 15 s. It scales goal and steps.
     pub urgency: f64,
     /// What VMs below it that have just started may still take of what they were promised.
     pub promised: Bytes,
@@ -311,8 +311,8 @@ fn limits(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         }
     };
     if let Some(m) = &sample.host.memory {
-        // Pages of huge page pools cannot be allocated otherwise. ZFS's cache is not in MemAvailable
-        // though most of it yields; half of that is counted, as it yields slowly.
+        // Pages of huge page pools cannot be allocated otherwise. ZFS's cache is not in
+        // MemAvailable though most of it yields; half of that is counted, as it yields slowly.
         let arc = sample.host.zfs_arc.map_or(Bytes::ZERO, |a| (a.size - a.min).share(0.5));
         let capacity = m.total - m.hugetlb;
         let limit = Limit {

@@ -43,13 +43,14 @@ const MARGIN_MOST: f64 = 3.0;
 /// The level up to which a guest is given memory before it asks is this far below the level that
 /// it keeps: half of T.
 const APART: i32 = 4;
-/// A guest whose need has grown by this share of RAM since it was asked is given its whole part: its
-/// balloon turns with its need.
+/// A guest whose need has grown by this share of RAM since it was asked is given its whole part:
+/// its balloon turns with its need.
 const GROWN: f64 = 0.1;
 /// Guests are brought to what they needed within this before they ask, and others may be
 /// squeezed for it.
 const SOON_MS: u64 = 5_000;
-/// Cache that is read again counts in whole from this T on: a guest's statistics are as old as that.
+/// Cache that is read again counts in whole from this T on: a guest's statistics are as old as
+/// that.
 const HOT_MS: u64 = 2_000;
 /// The page cache that a guest had lately counts as read again, whatever it reports, up to this
 /// share of RAM. What it has now would tell little: one whose cache was taken would count less than

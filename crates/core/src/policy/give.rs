@@ -12,8 +12,8 @@
 //! guest was granted lately and has not touched counts as spent.
 //!
 //! Where there is not enough for all, each gets as much of what it cannot live without; the rest is
-//! divided by weight, and what one does not want falls to the others. Of swap one guest gets half at
-//! most, where others want some too.
+//! divided by weight, and what one does not want falls to the others. Of swap one guest gets half
+//! at most, where others want some too.
 
 use crate::model::{HostModel, Pressure};
 use crate::units::Bytes;

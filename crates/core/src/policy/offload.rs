@@ -1,15 +1,14 @@
 //! Offload: cold memory goes to the host's swap on purpose, before the kernel has
 //! to choose in a hurry.
 //!
-//! The last stage that does anything: only while the host is hard or critical and tasks
-//! stall, only for what recycling and ballooning have not brought for ten seconds, only
-//! where there is swap with room. Cold is a VM that has been quiet for two minutes (its need
-//! and residency stood still, it read nothing back) or is paused; those idle longest go first.
-//! A running VM keeps at least half of its memory in DRAM. Of what its guest has freed less than
-//! 16 MiB are paged out: a VM whose map is known is recycled first. One that reads back what was paged
-//! out is left alone for a growing time. A VM without a balloon, or with one that does not
-//! follow, is paged out like the others: it can give in no other way. Never: pinned memory,
-//! VMs that migrate, guests in distress.
+//! The last stage that does anything: only while the host is hard or critical and tasks stall, only
+//! for what recycling and ballooning have not brought for ten seconds, only where there is swap
+//! with room. Cold is a VM that has been quiet for two minutes (its need and residency stood still,
+//! it read nothing back) or is paused; those idle longest go first. A running VM keeps at least
+//! half of its memory in DRAM. Of what its guest has freed less than 16 MiB are paged out: a VM
+//! whose map is known is recycled first. One that reads back what was paged out is left alone for a
+//! growing time. A VM without a balloon, or with one that does not follow, is paged out like the
+//! others: it can give in no other way. Never: pinned memory, VMs that migrate, guests in distress.
 
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::policy::recycle::{to_come, usable};

@@ -102,8 +102,8 @@ fn most_closed(model: &Model, vm: &VmModel, agents: usize) -> Option<Bytes> {
     Some(Bytes(left.0 / 2 / agents.max(1) as u64)).filter(|most| *most < MOST_CLOSED)
 }
 
-/// The agent, if its map can be used. A paused guest's can, and one's that runs without a balloon; a
-/// migrating one's not, nor one's that is only observed.
+/// The agent, if its map can be used. A paused guest's can, and one's that runs without a balloon;
+/// a migrating one's not, nor one's that is only observed.
 pub(super) fn usable(vm: &VmModel) -> Option<&AgentSample> {
     if matches!(vm.standing, Standing::Off(_)) && !vm.beyond_balloon {
         return None;

@@ -1,12 +1,11 @@
 //! Taking: how much each guest gives of what the host lacks.
 //!
-//! Distributed as ESX does (Waldspurger 2002): each guest pays for the memory it
-//! holds from its shares, and for idle memory four times as much (a tax of 75 %).
-//! `price = (working set + 4 · idle) / (weight · RAM)`; what is missing is taken
-//! where the price is highest until all prices are equal, in bounded steps, and
-//! never below the floor, nor below what `allot.rs` lets the guest keep. Steps grow while a guest follows
-//! at once and shrink where it does not, where its statistics are doubted, or where it was
-//! short soon after it had been asked.
+//! Distributed as ESX does (Waldspurger 2002): each guest pays for the memory it holds from its
+//! shares, and for idle memory four times as much (a tax of 75 %). `price = (working set + 4 ·
+//! idle) / (weight · RAM)`; what is missing is taken where the price is highest until all prices
+//! are equal, in bounded steps, and never below the floor, nor below what `allot.rs` lets the guest
+//! keep. Steps grow while a guest follows at once and shrink where it does not, where its
+//! statistics are doubted, or where it was short soon after it had been asked.
 
 use crate::model::guest::AHEAD_S;
 use crate::model::{FRESH_MS, GuestModel, Model, Pressure, Standing, VmModel};
@@ -34,8 +33,8 @@ const IDLE_COST: f64 = 4.0;
 const STEPS: (f64, f64, f64) = (1.0, 0.25, 0.1);
 pub(super) const CALM_STEP: f64 = STEPS.2;
 
-/// A guest that was given what it needs is left alone for this time where headroom is below what the
-/// host is to keep and what guests' needs will grow by.
+/// A guest that was given what it needs is left alone for this time where headroom is below what
+/// the host is to keep and what guests' needs will grow by.
 const SHORT_PAUSE_MS: u64 = 20_000;
 /// While guests wait, what a guest has freed is recycled before its balloon grows if it is at least
 /// this share of what the balloon would bring.
@@ -324,8 +323,8 @@ pub(super) fn base(m: &VmMemory, actual: Bytes) -> Bytes {
 /// What may be taken of a size where the guest is to keep `keeps`: nothing that it uses, nor
 /// that it may use.
 pub(super) fn idle(at: Stamp, base: Bytes, keeps: Bytes, g: &GuestModel, m: &VmMemory) -> Bytes {
-    // One that rests may have grown since it spoke, as fast as it ever did lately: it keeps that, and
-    // its least margin, however short all are.
+    // One that rests may have grown since it spoke, as fast as it ever did lately: it keeps that,
+    // and its least margin, however short all are.
     let rests = m.asked.is_some_and(|asked| asked < at);
     let least = g.short_mark.share(LEAST_MARKS);
     let grown = m.fastest.rate(at).share(g.age_ms as f64 / 1000.0).max(least);

@@ -5,12 +5,12 @@
 //! looks at the page again when it cannot be written any more, so whatever a guest
 //! does meanwhile nothing is lost. Tenants share nothing but zeros.
 //!
-//! To look through memory costs CPU, and a huge page that is split costs its guest
-//! speed: so only while the host is short, or where the operator asks for a VM's
-//! memory; one VM at a time, within merging's CPU budget (what an operator asks for has neither limit); and one in which a round
-//! found next to nothing is left alone for a growing time. Never: VMs with an agent
-//! (their freed pages are recycled, and its protection would be lost), pinned RAM, VMs
-//! that migrate or are not Ebb's to touch, and what KSM takes care of.
+//! To look through memory costs CPU, and a huge page that is split costs its guest speed: so only
+//! while the host is short, or where the operator asks for a VM's memory; one VM at a time, within
+//! merging's CPU budget (what an operator asks for has neither limit); and one in which a round
+//! found next to nothing is left alone for a growing time. Never: VMs with an agent (their freed
+//! pages are recycled, and its protection would be lost), pinned RAM, VMs that migrate or are not
+//! Ebb's to touch, and what KSM takes care of.
 
 use std::cmp::Reverse;
 
@@ -57,7 +57,8 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
         reason,
     };
     let able: Vec<&VmModel> = model.vms.iter().filter(|vm| may_go(vm)).collect();
-    // How much an order frees is not known before: a number of bytes is left to agents and balloons.
+    // How much an order frees is not known before: a number of bytes is left to agents and
+    // balloons.
     let asked = |vm: &&&VmModel| requests.iter().any(|r| r.bytes.is_none() && r.means(&vm.name));
     let mut orders: Vec<ZeroOrder> = able
         .iter()

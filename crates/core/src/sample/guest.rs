@@ -156,7 +156,8 @@ mod tests {
         heard.age_ms(Stamp(looks[looks.len() - 1].0), wall_ms)
     }
 
-    /// The wall clock shows an earlier time than the guest's last statistics, and the daemon is new.
+    /// The wall clock shows an earlier time than the guest's last statistics, and the daemon is
+    /// new.
     #[test]
     fn words_from_before_the_clock_was_set_back_grow_old() {
         let stats = GuestStats { updated_s: 10_000, ..GuestStats::default() };

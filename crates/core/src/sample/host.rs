@@ -34,7 +34,8 @@ pub struct HostSample {
     /// The memory cgroup with a limit that holds for most VMs, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<LimitSample>,
-    /// All other cgroups with a limit that a VM is below, and the NUMA nodes to which VMs are bound.
+    /// All other cgroups with a limit that a VM is below, and the NUMA nodes to which VMs are
+    /// bound.
     #[serde(default, skip_serializing_if = "Vec::is_empty", rename = "bounds")]
     pub other_limits: Vec<LimitSample>,
     /// Pressure in the deepest cgroup that holds all VMs, where it has a pressure file

@@ -5,11 +5,11 @@
 //! moves nothing. What others ordered is remembered; what is owed is what the balloon
 //! holds beyond that, at any moment, however far an order has come.
 //!
-//! A balloon that moves towards Ebb's last order moves by that order. Any other move is
-//! another's: then its new size is the operator's, and nothing is owed. One exception:
-//! a guest with `deflate-on-oom` may shrink its balloon itself, which cannot be told from
-//! an order to grow, so there the VM is still owed the memory. Where the guest's statistics show that
-//! it was an order, a later move back is another's.
+//! A balloon that moves towards Ebb's last order moves by that order. Any other move is another's:
+//! then its new size is the operator's, and nothing is owed. One exception: a guest with
+//! `deflate-on-oom` may shrink its balloon itself, which cannot be told from an order to grow, so
+//! there the VM is still owed the memory. Where the guest's statistics show that it was an order, a
+//! later move back is another's.
 //!
 //! A driver that starts again deflates the balloon, and then follows QEMU's last target.
 //! Where no event told of the reset, that looks like orders of another. When the

@@ -85,7 +85,7 @@ pub struct VmMemory {
     pub own_counted: Option<OwnMemory>,
     /// When its balloon last moved by another's order than Ebb's.
     pub strayed: Option<Stamp>,
-    /// When the VM was last seen to shrink, whoever ordered that.
+    /// When the VM was last seen to shrink, by an order of Ebb or of another program.
     pub shrunk: Option<Stamp>,
     /// Its balloon has come to rest where the last order told it to.
     pub landed: bool,

@@ -39,7 +39,8 @@ const END: &str = r"
 /usr/share/doc/ebb/docs/failures.md
 ";
 
-/// A page for `ebb` and one for each command (`man8/ebb.8`, `man8/ebb-run.8`, ...), and `man5/ebb.toml.5`.
+/// A page for `ebb` and one for each command (`man8/ebb.8`, `man8/ebb-run.8`, ...), and
+/// `man5/ebb.toml.5`.
 pub fn pages(ebb: Command, dir: &str) -> Result<()> {
     let mut ebb = ebb.disable_help_subcommand(true);
     // Gives every command its full name, and the flags that hold for all.

@@ -452,21 +452,20 @@ pub(super) mod tests {
         assert_eq!(values(&root), ["1"]);
         meminfo(700_000);
         // Two VMs in a slice that has less left than both have merged.
-        let write = |file: &str, text: &str| root.put(file, text);
-        write("/proc/self/mountinfo", "1 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
-        write("/sys/fs/cgroup/cgroup.controllers", "memory\n");
+        root.put("/proc/self/mountinfo", "1 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+        root.put("/sys/fs/cgroup/cgroup.controllers", "memory\n");
         for pid in ["7", "8"] {
-            write(&format!("/proc/{pid}/cgroup"), &format!("0::/vms.slice/{pid}\n"));
+            root.put(format!("/proc/{pid}/cgroup"), format!("0::/vms.slice/{pid}\n"));
             // 10,000 of what was merged were written since.
-            write(&format!("/proc/{pid}/ksm_stat"), "ksm_merging_pages 60000\n");
+            root.put(format!("/proc/{pid}/ksm_stat"), "ksm_merging_pages 60000\n");
             let smaps = "1000-2000 rw-p 00000000 00:00 0 \nKSM: 200000 kB\nVmFlags: rd wr mg\n";
-            write(&format!("/proc/{pid}/smaps"), smaps);
+            root.put(format!("/proc/{pid}/smaps"), smaps);
         }
         let slice = |left: u64| {
             let dir = "/sys/fs/cgroup/vms.slice";
-            write(&format!("{dir}/memory.max"), &format!("{}\n", 2u64 << 30));
-            write(&format!("{dir}/memory.current"), &format!("{}\n", (2048 - left) << 20));
-            write(&format!("{dir}/memory.stat"), "anon 0\nactive_file 0\ninactive_file 0\n");
+            root.put(format!("{dir}/memory.max"), format!("{}\n", 2u64 << 30));
+            root.put(format!("{dir}/memory.current"), format!("{}\n", (2048 - left) << 20));
+            root.put(format!("{dir}/memory.stat"), "anon 0\nactive_file 0\ninactive_file 0\n");
         };
         slice(454);
         let error = unmerge(&root).unwrap_err().to_string();

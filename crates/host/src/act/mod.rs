@@ -1,5 +1,6 @@
-//! What Ebb does to the machine beside QMP and the agents: one file for each act,
-//! and what they share. KSM's settings are put back; what was paged out, freed or split is not. `unsafe` where a system call has no safe wrapper.
+//! What Ebb does to the machine beside QMP and the agents: one file for each act, and what they
+//! share. KSM's settings are put back; what was paged out, freed or split is not. `unsafe` where a
+//! system call has no safe wrapper.
 
 mod background_jobs;
 pub mod ksm;

@@ -97,10 +97,9 @@ mod tests {
     fn a_name_is_worth_what_the_host_says_of_the_process() {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
-        let write = |path: &str, text: &str| root.put(path, text);
-        write("/etc/passwd", "vm-db:x:107:107::/:/bin/false\n");
-        let status = |uids: &str| write("/proc/10/status", &format!("Uid: {uids}\n"));
-        let cgroup = |path: &str| write("/proc/10/cgroup", &format!("4:memory:/v1\n0::{path}\n"));
+        root.put("/etc/passwd", "vm-db:x:107:107::/:/bin/false\n");
+        let status = |uids: &str| root.put("/proc/10/status", format!("Uid: {uids}\n"));
+        let cgroup = |path: &str| root.put("/proc/10/cgroup", format!("4:memory:/v1\n0::{path}\n"));
         let text = format!(
             "[vm.plain]\n[vm.db]\nuser = \"vm-db\"\ncgroup = \"/t/db\"\n[vm.u]\nuuid = \"{UUID}\"\n\
              [vm.none]\nuser = \"nobody-here\"\n"

@@ -58,9 +58,9 @@ pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseE
     Ok(ranges)
 }
 
-/// Parses them: the program, its heap and stacks, translated code, and mappings that are small beside
-/// the guest's RAM, as that of a display is. What lies side by side is one, as ranges that are open to
-/// KSM cut RAM up.
+/// Parses them: the program, its heap and stacks, translated code, and mappings that are small
+/// beside the guest's RAM, as that of a display is. What lies side by side is one, as ranges that
+/// are open to KSM cut RAM up.
 pub fn parse_own_mappings(text: &str) -> Result<Vec<Range>, ParseError> {
     let (mut own, mut writable): (Vec<Range>, Vec<Range>) = (Vec::new(), Vec::new());
     for mapping in mappings(text) {

@@ -82,15 +82,14 @@ mod tests {
     fn swap_that_is_memory_is_told_apart() {
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
-        let put = |path: &str, text: &str| root.put(path, text);
         assert_eq!(read_swaps(&root).unwrap(), None);
         assert!(!read_zswap(&root).unwrap());
-        put(
+        root.put(
             "/proc/swaps",
             "Filename Type Size Used Priority\n/dev/zram0 partition 8 4 100\n\
              /dev/zram12 partition 8 4 99\n/dev/sda2 partition 8 4 -2\n/dev/zramp file 8 0 -3\n",
         );
-        put(
+        root.put(
             "/sys/block/zram0/mm_stat",
             "  4096000  1000000  1200000        0  1300000  5  0  0  0\n",
         );
@@ -101,7 +100,7 @@ mod tests {
             assert!(parse_mm_stat(text).is_err(), "{text}");
         }
         for (text, on) in [("Y\n", true), ("N\n", false), ("1\n", true)] {
-            put("/sys/module/zswap/parameters/enabled", text);
+            root.put("/sys/module/zswap/parameters/enabled", text);
             assert_eq!(read_zswap(&root).unwrap(), on);
         }
     }

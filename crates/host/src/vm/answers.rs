@@ -135,8 +135,8 @@ impl Vm {
                 let known = self.interval;
                 let meant = known.or(is.filter(fast)).unwrap_or(self.interval_s);
                 self.interval = Some(meant);
-                // A shorter interval is left: another program may want it, or libvirt's bridge has set
-                // it.
+                // A shorter interval is left: another program may want it, or libvirt's bridge has
+                // set it.
                 let other = !is.is_some_and(|s| s > 0 && s <= meant);
                 let device = self.device.clone().filter(|_| other && !self.access.look_only);
                 if let Some(device) = device {
@@ -216,8 +216,8 @@ impl Vm {
     }
 }
 
-/// Whether a guest was reset between two statistics, where no event tells: its counters of page faults
-/// begin anew with its kernel. Those of Windows are rates, which come and go.
+/// Whether a guest was reset between two statistics, where no event tells: its counters of page
+/// faults begin anew with its kernel. Those of Windows are rates, which come and go.
 fn is_of_another_boot(was: &GuestStats, is: &GuestStats) -> bool {
     let minor = was.minor_faults.zip(is.minor_faults).is_some_and(|(was, is)| is < was);
     let major = was.major_faults.zip(is.major_faults).is_none_or(|(was, is)| is <= was);

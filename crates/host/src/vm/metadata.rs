@@ -146,16 +146,15 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let root = Root::at(dir.path());
-        let write = |path: &str, text: &str| root.put(path, text);
-        write("/proc/10/stat", "");
-        write("/run/libvirt/libvirt-sock", "nobody listens");
+        root.put("/proc/10/stat", "");
+        root.put("/run/libvirt/libvirt-sock", "nobody listens");
         let libvirt = Libvirt::new(root.clone(), false).unwrap();
         let process = QemuProcess::plain(VmId { pid: 10, start: 7 }, "web".into());
         let (mut domain, now) = (DomainSettings::default(), Instant::now());
         domain.look(&libvirt, &process, now);
         assert!(domain.says.is_none() && domain.watch.is_none());
         // Its pid file comes late.
-        write("/run/libvirt/qemu/web.pid", "10");
+        root.put("/run/libvirt/qemu/web.pid", "10");
         domain.look(&libvirt, &process, now);
         assert!(domain.says.is_none(), "it is not looked up each time");
         let later = now + LOOK_UP;

@@ -172,8 +172,8 @@ impl Vm {
         reached && self.device.is_some() && self.interval_was.is_some()
     }
 
-    /// Before its guest is asked out of turn: that takes two settings, and if the daemon ends between
-    /// both, QEMU keeps the first. Notes the period to be put back.
+    /// Before its guest is asked out of turn: that takes two settings, and if the daemon ends
+    /// between both, QEMU keeps the first. Notes the period to be put back.
     pub fn prepare_kick(&mut self) {
         if let (Some(_), Some(interval)) = (&self.device, self.interval)
             && !self.access.look_only

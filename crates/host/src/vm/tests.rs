@@ -373,7 +373,8 @@ fn a_still_vm_is_not_asked_before_its_guest_speaks_again_unless_something_happen
     assert!(asks(&mut vm), "its guest's next words are due");
 }
 
-/// A QEMU with a balloon. It tells of each order, and carries it out and answers when it is told to.
+/// A QEMU with a balloon. It tells of each order, and carries it out and answers when it is told
+/// to.
 fn balloons(
     listener: &UnixListener,
     orders: mpsc::Sender<u64>,

@@ -188,7 +188,7 @@ fn direct_reclaim(vm: &Vm) -> u64 {
 /// look. What it wrote is read again and compared, before and after.
 #[test]
 fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
-    // With more room Ebb leaves the guest its page cache.
+    // Below a larger limit Ebb leaves the guest its page cache.
     let place = Place::within(Kernel::V6_12, Bytes::mib(740), Some(Bytes::mib(400)));
     let tool = place.vm.tool();
     tool.start_ready("base", "hold", "size=134217728", MINUTE).unwrap();

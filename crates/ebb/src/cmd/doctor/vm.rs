@@ -104,24 +104,26 @@ fn left_alone(vm: &Vm, down: &str) -> bool {
 
 pub(super) fn proxmox_check(vm: &Vm, process: Option<&QemuProcess>, root: &Root) -> Option<Check> {
     let id = process.and_then(proxmox_id_of)?;
+    let at_start;
     let (grade, found) = match proxmox_balloon(root, &id) {
         Some(ProxmoxBalloon::Nothing) => return None,
         Some(ProxmoxBalloon::Always) => {
-            (Grade::Missing, "Proxmox's pvestatd sets its balloon as well".to_owned())
+            (Grade::Missing, "Proxmox's pvestatd sets its balloon as well")
         }
         Some(ProxmoxBalloon::AtStart(mib)) => {
-            let found = format!("Proxmox sets it to {mib} MiB when it starts, and it keeps that");
-            (Grade::Missing, found)
+            at_start =
+                format!("it starts with the {mib} MiB that Proxmox sets, and keeps that size");
+            (Grade::Missing, at_start.as_str())
         }
         None => {
-            let found = "Proxmox sets its balloon as well, if its configuration has `balloon`";
-            (Grade::Note, found.to_owned())
+            (Grade::Note, "Proxmox sets its balloon as well, if its configuration has `balloon`")
         }
     };
     let advice = format!(
-        "qm set {id} --delete balloon (not --balloon 0, which removes the balloon at the next start)"
+        "qm set {id} --delete balloon (not --balloon 0, which removes the balloon at the next \
+         start)"
     );
-    Some(check(&vm.name, "Proxmox VE", grade, &found, &advice))
+    Some(check(&vm.name, "Proxmox VE", grade, found, &advice))
 }
 
 fn shared_words(shared: &SharedSocket) -> String {
@@ -373,7 +375,7 @@ mod tests {
         assert_eq!(told.grade, Grade::Missing);
         assert!(told.advice.starts_with("qm set 104 --delete balloon (not --balloon 0"));
         std::fs::write(&conf, "balloon: 512\nmemory: 2048\nshares: 0\n").unwrap();
-        assert!(said(&process).unwrap().found.contains("512 MiB when it starts"));
+        assert!(said(&process).unwrap().found.contains("starts with the 512 MiB"));
         std::fs::write(&conf, "memory: 2048\nshares: 0\n").unwrap();
         assert!(said(&process).is_none());
     }

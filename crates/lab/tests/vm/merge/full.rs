@@ -111,8 +111,8 @@ fn nothing_is_lost(vms: &[Vm]) {
     }
 }
 
-/// QEMU makes RAM mergeable by default, and KSM has merged it before Ebb starts. An agent breaks all
-/// merges before it recycles; without room below the limit the kernel would kill a VM.
+/// QEMU makes RAM mergeable by default, and KSM has merged it before Ebb starts. An agent breaks
+/// all merges before it recycles; without room below the limit the kernel would kill a VM.
 #[test]
 fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
     let Place { arena, slice, dir, vms } = Place::with_guests_alike();
