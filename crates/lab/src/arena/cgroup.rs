@@ -88,7 +88,12 @@ impl MemoryCgroup {
         self.stat("swap")
     }
 
-    /// Of that, what is in huge pages of no file.
+    /// Memory of no file that is charged to it: of VMs above all.
+    pub fn anon(&self) -> Bytes {
+        self.stat(if self.version == 1 { "rss" } else { "anon" })
+    }
+
+    /// Of that, what is in huge pages.
     pub fn huge(&self) -> Bytes {
         self.stat(if self.version == 1 { "rss_huge" } else { "anon_thp" })
     }
