@@ -112,6 +112,9 @@ impl Agent {
         let now = Instant::now();
         let mut found = vm.step(now).err();
         vm.tell_map();
+        if let Ok(mut recycler) = vm.recycler() {
+            recycler.look_at_marks(now);
+        }
         if found.is_none() && now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
             let opened = vm.keep_closed(now, false).err().map(Blocked::from);
@@ -341,7 +344,7 @@ impl Agent {
         self.step();
         let vm = self.attached()?;
         let gone = || refuse(Refused::System, "the map cannot be read");
-        vm.work.marks = vm.recycler()?.mark().ok_or_else(gone)?;
+        vm.recycler()?.mark().ok_or_else(gone)?;
         Ok(Answer::Marked)
     }
 

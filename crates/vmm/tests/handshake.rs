@@ -443,6 +443,23 @@ fn only_what_was_marked_is_taken_when_asked_so() {
 }
 
 #[test]
+fn what_was_in_use_between_two_marks_is_not_taken() {
+    let guest = Guest::new(64, RamKind::Small);
+    let (mut agent, _) = attached(&guest, Faults::default());
+    guest.fill_and_free(FIRST, 300);
+    assert_eq!(ask(&mut agent, Command::Mark), Ok(Answer::Marked));
+    let used = FIRST + 100..FIRST + 200;
+    used.clone().for_each(|p| guest.set(p, false));
+    // What it does when it is awake.
+    agent.step();
+    used.for_each(|p| guest.set(p, true));
+    let want = Recycle { marked: true, ..Recycle::default() };
+    assert_eq!(recycle(&mut agent, want).unwrap().bytes, Bytes::pages(200));
+    assert_eq!(recycle(&mut agent, Recycle::default()).unwrap().bytes, Bytes::pages(100));
+    guest.stop.store(true, SeqCst);
+}
+
+#[test]
 fn after_standing_down_nothing_is_protected_or_known() {
     let guest = Guest::new(64, RamKind::Small);
     let (mut agent, _) = attached(&guest, Faults::default());

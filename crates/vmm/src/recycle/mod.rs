@@ -25,6 +25,7 @@
 //! steps are in `window.rs`, and their order must not change. `tests/model.rs`, `handshake.rs` and
 //! `devices.rs` show what is lost without each.
 
+mod marks;
 mod window;
 
 use std::cmp::Reverse;
@@ -35,6 +36,7 @@ use ebb_core::units::Bytes;
 use ebb_core::wire::abi::{self, MapPage, PAGE};
 use ebb_core::wire::{Counters, HugePages, MOST_CLOSED, Recycle, Recycled};
 
+use self::marks::Marks;
 use self::window::{BLOCK, Batch, GAP, Grain, Run, weight_of};
 use crate::blockers::Devices;
 use crate::faults::Faults;
@@ -70,8 +72,8 @@ impl Default for Pace {
 /// What is kept from call to call.
 #[derive(Debug, Default)]
 pub struct Work {
-    /// What the map pages said at the last mark, by pfn.
-    pub marks: Vec<(u64, Box<Bits>)>,
+    /// What has been free since the last mark.
+    pub marks: Marks,
     pace: Pace,
     /// Since attach.
     pub counters: Counters,
@@ -482,16 +484,20 @@ impl Recycler<'_> {
     fn usable(&self, page: &MapPage, mut free: Bits, want: &Recycle) -> Option<Bits> {
         self.keep_usable(page, &mut free);
         if want.marked {
-            let at = self.work.marks.binary_search_by_key(&page.pfn, |m| m.0).ok()?;
-            free.iter_mut().zip(&self.work.marks[at].1[..]).for_each(|(f, m)| *f &= m);
+            self.work.marks.keep_marked(page.pfn, &mut free)?;
         }
         Some(free)
     }
 
-    /// Copies the map, for `marked`.
-    pub fn mark(&self) -> Option<Vec<(u64, Box<Bits>)>> {
-        let copy = |p: &MapPage| Some((p.pfn, Box::new(self.ram.bits(p.gpa)?)));
-        self.proven.layout.pages.iter().map(copy).collect()
+    /// Remembers what is free now, for `marked`; `None`: the map cannot be read.
+    pub fn mark(&mut self) -> Option<()> {
+        self.work.marks = Marks::of(self.ram, &self.proven.layout.pages)?;
+        Some(())
+    }
+
+    /// Forgets what is in use now of what was marked.
+    pub fn look_at_marks(&mut self, now: Instant) {
+        self.work.marks.look(self.ram, &self.proven.layout.pages, now);
     }
 }
 
