@@ -444,7 +444,7 @@ mod tests {
         engine.memory.vms = vec![asked(2500)];
         assert_eq!(next(&engine, 140, 500), (true, false), "not short for two ticks");
         assert_eq!(next(&engine, 90, 500), (false, true), "it may be short before the second");
-        assert_eq!(next(&engine, 140, 1000), (false, true), "its word is old");
+        assert_eq!(next(&engine, 140, 1000), (false, true), "its statistics are old");
         engine.memory.vms = vec![asked(2000)];
         assert_eq!(next(&engine, 140, 500), (false, true), "a second after it was asked");
         assert_eq!(next(&engine, 460, 500), (false, false), "far from short: QEMU asks its guest");

@@ -63,7 +63,7 @@ pub struct Qemu {
 pub(crate) struct Said {
     /// When, ms into the run.
     pub at_ms: u64,
-    words: GuestStats,
+    stats: GuestStats,
     /// What it used then in truth.
     used: Bytes,
 }
@@ -95,8 +95,8 @@ impl Qemu {
         let speaks = g.power && g.spec.misbehaviour.speaks(at_ms) && !boots && !self.is_busy(at_ms);
         if self.waits && speaks {
             // QEMU tells the moment in whole seconds.
-            let words = GuestStats { updated_s: (EPOCH_MS + at_ms) / 1000, ..words(g) };
-            self.said = Some(Said { at_ms, words, used: g.used() });
+            let stats = GuestStats { updated_s: (EPOCH_MS + at_ms) / 1000, ..stats_of(g) };
+            self.said = Some(Said { at_ms, stats, used: g.used() });
             self.waits = false;
         }
     }
@@ -128,9 +128,9 @@ impl Qemu {
 
     /// The host looks at what the guest has said.
     fn see(&mut self, at: Stamp) -> Option<GuestStats> {
-        let words = self.said?.words;
-        self.heard.see(at, words);
-        Some(words)
+        let stats = self.said?.stats;
+        self.heard.see(at, stats);
+        Some(stats)
     }
 
     /// What the host sees now, or of one that rests what it saw. `wall_ms` is the same moment as
@@ -143,7 +143,7 @@ impl Qemu {
             if let Some(balloon) = &mut sample.balloon {
                 balloon.age_ms = (at_ms - seen_ms).max(1);
                 let age_ms = self.heard.age_ms(Stamp(wall_ms), wall_ms);
-                balloon.guest.iter_mut().for_each(|words| words.age_ms = age_ms);
+                balloon.guest.iter_mut().for_each(|stats| stats.age_ms = age_ms);
             }
             return sample;
         }
@@ -223,7 +223,7 @@ pub fn name(index: u32) -> String {
     format!("vm{index:04}")
 }
 
-fn words(g: &Guest) -> GuestStats {
+fn stats_of(g: &Guest) -> GuestStats {
     let c = &g.counts;
     // QEMU 9.2 and a guest of 6.12 tell more: every third guest is one.
     let new = g.index.is_multiple_of(3);

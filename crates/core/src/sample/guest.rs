@@ -159,7 +159,7 @@ mod tests {
     /// The wall clock shows an earlier time than the guest's last statistics, and the daemon is
     /// new.
     #[test]
-    fn words_from_before_the_clock_was_set_back_grow_old() {
+    fn statistics_from_before_the_clock_was_set_back_grow_old() {
         let stats = GuestStats { updated_s: 10_000, ..GuestStats::default() };
         let mut heard = Heard::default();
         (0..10).for_each(|s| heard.see(Stamp(s * 1000), stats));
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn words_that_differ_from_those_seen_just_before_came_after_that() {
+    fn statistics_that_differ_from_those_seen_just_before_came_after_that() {
         let (old, new) = (stats(7, 1), stats(7, 2));
         assert_eq!(age(&[(10_000, new)], 7_900), 900, "QEMU's clock alone");
         assert_eq!(age(&[(10_000, old), (10_500, new)], 7_900), 500);

@@ -77,8 +77,8 @@ impl Fastest {
 mod tests {
     use super::*;
 
-    /// Words of (ms, least need, most need) in MiB; the needs and rates (MiB/s) that they give.
-    fn see(words: &[(u64, u64, u64)]) -> Vec<(u64, i64)> {
+    /// Statistics as (ms, least need, most need) in MiB; the needs and rates (MiB/s) that they give.
+    fn see(stats: &[(u64, u64, u64)]) -> Vec<(u64, i64)> {
         let (mut growth, mut was) = (Growth::default(), None);
         let one = |(ms, low, high): &(u64, u64, u64)| {
             let at = Stamp(*ms);
@@ -86,19 +86,19 @@ mod tests {
             was = Some((at, need));
             (need.0 >> 20, (growth.rate / f64::from(1 << 20)).round() as i64)
         };
-        words.iter().map(one).collect()
+        stats.iter().map(one).collect()
     }
 
     #[test]
-    fn where_words_are_sure_the_rate_is_of_the_last_two() {
-        let words = [(0, 100, 100), (100, 140, 140), (200, 150, 150), (300, 130, 130)];
-        assert_eq!(see(&words), [(100, 0), (140, 400), (150, 100), (130, -200)]);
+    fn where_statistics_are_sure_the_rate_is_of_the_last_two() {
+        let stats = [(0, 100, 100), (100, 140, 140), (200, 150, 150), (300, 130, 130)];
+        assert_eq!(see(&stats), [(100, 0), (140, 400), (150, 100), (130, -200)]);
     }
 
     #[test]
-    fn a_need_that_grows_beside_a_moving_balloon_goes_on_as_far_as_words_allow() {
+    fn a_need_that_grows_beside_a_moving_balloon_goes_on_as_far_as_statistics_allow() {
         let grows = [(0, 100, 100), (100, 140, 140)];
-        let then = |words: &[(u64, u64, u64)]| see(&[&grows[..], words].concat())[2..].to_vec();
+        let then = |stats: &[(u64, u64, u64)]| see(&[&grows[..], stats].concat())[2..].to_vec();
         assert_eq!(then(&[(200, 0, 400), (300, 220, 220)]), [(180, 400), (220, 400)]);
         assert_eq!(then(&[(200, 0, 150)]), [(150, 100)], "it has slowed down");
         assert_eq!(then(&[(200, 240, 400)]), [(240, 1000)], "it is faster");
@@ -107,8 +107,8 @@ mod tests {
 
     #[test]
     fn a_balloon_that_moves_for_long_hides_no_change() {
-        let words: Vec<_> = (0..60).map(|i| (100 * i, 100 + 10 * i, 150 + 10 * i)).collect();
-        let (need, rate) = *see(&words).last().unwrap();
+        let stats: Vec<_> = (0..60).map(|i| (100 * i, 100 + 10 * i, 150 + 10 * i)).collect();
+        let (need, rate) = *see(&stats).last().unwrap();
         assert!((690..=740).contains(&need) && (60..=140).contains(&rate), "{need} {rate}");
     }
 

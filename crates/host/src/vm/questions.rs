@@ -35,10 +35,10 @@ impl Vm {
     /// Whether there may be anything that QEMU has not said yet. A guest at rest says something
     /// when QEMU asks it, every `interval_s`; a balloon that moves is told by an event.
     pub(super) fn may_have_news(&mut self, now: Instant) -> bool {
-        let words_due = self
+        let stats_due = self
             .stats_new
             .is_none_or(|at| now - at + LOOKED_AT_EVERY >= Duration::from_secs(self.interval_s));
-        words_due
+        stats_due
             || !self.ready
             || self.device.is_none()
             || !self.owed.is_empty()

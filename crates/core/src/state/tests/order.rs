@@ -301,6 +301,27 @@ fn what_ebb_gives_to_a_guest_that_deflated_its_balloon_makes_no_operator() {
     }
 }
 
+/// A driver that gives its guest pages while it follows an order ends beyond that.
+#[test]
+fn a_guest_that_deflates_its_balloon_on_the_way_to_its_order_makes_no_operator() {
+    let left_alone = |(at_first, to): (u64, u64)| {
+        let mut memory = Memory::default();
+        let whole = sample(1_000, vec![vm(1024, 600, 900)]);
+        act(&mut memory, &whole, Some((1024, 300, short(Pressure::Hard))));
+        for s in 2..10 {
+            tick(&mut memory, &sample(s * 1000, vec![vm(300, 40, 290)]));
+        }
+        let given = Some((300, 441, Reason::GuestShort { signs: String::new() }));
+        act(&mut memory, &sample(10_000, vec![vm(300, 40, 290)]), given);
+        tick(&mut memory, &sample(10_100, vec![vm(at_first, 200, 300)]));
+        tick(&mut memory, &sample(10_200, vec![vm(to, 200, 300)]));
+        tick(&mut memory, &sample(11_100, vec![vm(to, to - 150, 300)]));
+        memory.vms[0].ledger.left_ms(Stamp(11_100)).is_some()
+    };
+    assert!(!left_alone((400, 441)) && !left_alone((400, 450)) && !left_alone((445, 450)));
+    assert!(left_alone((400, 600)) && left_alone((441, 600)), "an operator raised its size");
+}
+
 /// It has hung: what it is owed is ordered again and again.
 #[test]
 fn what_a_guest_was_given_that_does_not_follow_does_not_count_as_spent_for_good() {

@@ -214,7 +214,13 @@ impl VmMemory {
 
     /// Its balloon shrank without an order, from a size to another.
     fn follow_raise(&mut self, at: Stamp, vm: &VmSample, (from, to): (Bytes, Bytes), low: Bytes) {
-        self.order = None;
+        // What is on the way to an order was ordered. A driver that gives its guest pages meanwhile
+        // ends a little beyond it, by some steps.
+        let ordered = self.order.take().map(|order| order.to).filter(|o| (from..to).contains(o));
+        let again = self.deflated_on_oom.is_some_and(|t| at.since(t) < STATS_MS);
+        if ordered.or(again.then_some(from)).is_some_and(|from| to - from < SURELY_SET) {
+            return self.has_deflated(at);
+        }
         // A guest that has enough, however fast it has grown since it said so, did not do that: an
         // operator raised its size.
         let said = self.believed_stats(at, vm);

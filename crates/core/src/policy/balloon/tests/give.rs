@@ -155,15 +155,15 @@ fn one_whose_need_has_grown_since_it_was_asked_is_given_its_whole_part() {
 }
 
 #[test]
-fn words_from_before_it_was_given_memory_bring_no_more() {
+fn statistics_from_before_it_was_given_memory_bring_no_more() {
     let ask = |age_ms| {
         let mut poor = vm(1, 400, 60);
         poor.distress = "swapping in".into();
         poor.guest.as_mut().unwrap().age_ms = age_ms;
         // It spoke at 300 MiB.
-        let words = (NOW, Bytes::mib(300), crate::sample::GuestStats::default());
+        let stats = (NOW, Bytes::mib(300), crate::sample::GuestStats::default());
         let last_give = Some(Stamp(NOW.0 - 500));
-        let m = VmMemory { last_give, stats: Some(words), ..remembered(1) };
+        let m = VmMemory { last_give, stats: Some(stats), ..remembered(1) };
         poor.guest.as_mut().unwrap().need = Bytes::mib(280);
         // Swap alone is left: for what keeps it from harm.
         size(&decide(limited(host(Pressure::Critical, 500, 0), 0, 0), vec![poor], vec![m])[0])

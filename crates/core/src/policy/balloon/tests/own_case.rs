@@ -144,7 +144,7 @@ fn an_order_to_shrink_ends_where_the_guest_needs_what_it_has_though_nothing_can_
         vm.guest = None;
         vm.standing = Standing::GiveOnly("no statistics".into());
     }));
-    assert!(kept(100, |_| ()), "it needs 600 by its last word, and is on its way to 512");
+    assert!(kept(100, |_| ()), "it needs 600 by its last statistics, and is on its way to 512");
     assert!(!kept(300, |_| ()), "it needs 400");
 }
 
@@ -157,7 +157,7 @@ fn a_lower_ceiling_leaves_a_guest_a_margin() {
     };
     assert_eq!(lower(100, |_| ()), Some(800 + 80), "its need and a buffer");
     assert!(lower(250, |_| ()).is_some_and(|to| to >= 650 + 80));
-    assert_eq!(lower(250, |vm| vm.guest.as_mut().unwrap().age_ms = 4_000), None, "an old word");
+    assert_eq!(lower(250, |vm| vm.guest.as_mut().unwrap().age_ms = 4_000), None, "old statistics");
     let unknown = HostModel { known: false, ..host(Pressure::Clear, 0, 2048) };
     let one = VmModel { ceiling: Bytes::mib(600), ..vm(1, 900, 250) };
     assert_eq!(size(&decide(unknown, vec![one], vec![])[0]), None, "the host cannot be read");
@@ -177,5 +177,5 @@ fn an_order_to_shrink_below_its_need_ends_though_the_host_has_nothing_left() {
         host.shown.swap_left = Bytes::ZERO;
         size(&decide(host, vec![short, vm(2, 600, 10)], vec![m])[0])
     };
-    assert!(at(500) >= Some(562), "it needs 562 MiB by its last word: {:?}", at(500));
+    assert!(at(500) >= Some(562), "it needs 562 MiB by its last statistics: {:?}", at(500));
 }

@@ -81,7 +81,7 @@ fn what_an_operator_asked_for_is_not_given_back_at_once() {
 }
 
 #[test]
-fn a_request_takes_nothing_by_old_words() {
+fn a_request_takes_nothing_by_old_statistics() {
     let mut one = vm(1, 1024, 624);
     one.guest.as_mut().unwrap().age_ms = 4_000;
     let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms: vec![one] };
