@@ -450,7 +450,8 @@ fn what_was_in_use_between_two_marks_is_not_taken() {
     assert_eq!(ask(&mut agent, Command::Mark), Ok(Answer::Marked));
     let used = FIRST + 100..FIRST + 200;
     used.clone().for_each(|p| guest.set(p, false));
-    // What it does when it is awake.
+    // What it does when it is awake, a while after it has marked.
+    std::thread::sleep(Duration::from_millis(200));
     agent.step();
     used.for_each(|p| guest.set(p, true));
     let want = Recycle { marked: true, ..Recycle::default() };

@@ -11,8 +11,9 @@ use ebb_core::wire::abi::MapPage;
 use super::cpu_ns;
 use crate::ram::{Bits, Ram};
 
-/// Looks take at most this part of a processor's time.
+/// Looks take at most this part of a processor's time, and are this far apart at least.
 const SHARE: u64 = 500;
+const APART: Duration = Duration::from_millis(100);
 
 #[derive(Debug, Default)]
 pub struct Marks {
@@ -22,10 +23,12 @@ pub struct Marks {
 }
 
 impl Marks {
-    /// All that is free now; `None`: the map cannot be read.
-    pub fn of(ram: &Ram, map: &[MapPage]) -> Option<Marks> {
+    /// Marks all that is free now; `None`: the map cannot be read.
+    pub fn mark(&mut self, ram: &Ram, map: &[MapPage], now: Instant) -> Option<()> {
         let copy = |p: &MapPage| Some((p.pfn, Box::new(ram.bits(p.gpa)?)));
-        Some(Marks { pages: map.iter().map(copy).collect::<Option<_>>()?, next: None })
+        self.pages = map.iter().map(copy).collect::<Option<_>>()?;
+        self.next = self.next.max(Some(now + APART));
+        Some(())
     }
 
     /// Forgets what is in use now, unless the last look was a short time ago.
@@ -39,7 +42,7 @@ impl Marks {
             let free = at(*pfn).and_then(|gpa| ram.bits(gpa));
             free.map(|free| keep(marked, &free)).is_some()
         });
-        self.next = Some(now + Duration::from_nanos((cpu_ns() - begun) * SHARE));
+        self.next = Some(now + APART.max(Duration::from_nanos((cpu_ns() - begun) * SHARE)));
     }
 
     /// Leaves of `free` what has been free since the mark; `None`: the mark had no such page.

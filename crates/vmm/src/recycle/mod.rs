@@ -491,8 +491,7 @@ impl Recycler<'_> {
 
     /// Remembers what is free now, for `marked`; `None`: the map cannot be read.
     pub fn mark(&mut self) -> Option<()> {
-        self.work.marks = Marks::of(self.ram, &self.proven.layout.pages)?;
-        Some(())
+        self.work.marks.mark(self.ram, &self.proven.layout.pages, Instant::now())
     }
 
     /// Forgets what is in use now of what was marked.

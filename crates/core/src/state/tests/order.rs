@@ -304,7 +304,7 @@ fn what_ebb_gives_to_a_guest_that_deflated_its_balloon_makes_no_operator() {
 /// A driver that gives its guest pages while it follows an order ends beyond that.
 #[test]
 fn a_guest_that_deflates_its_balloon_on_the_way_to_its_order_makes_no_operator() {
-    let left_alone = |(at_first, to): (u64, u64)| {
+    let left_alone = |sizes: &[u64]| {
         let mut memory = Memory::default();
         let whole = sample(1_000, vec![vm(1024, 600, 900)]);
         act(&mut memory, &whole, Some((1024, 300, short(Pressure::Hard))));
@@ -313,13 +313,22 @@ fn a_guest_that_deflates_its_balloon_on_the_way_to_its_order_makes_no_operator()
         }
         let given = Some((300, 441, Reason::GuestShort { signs: String::new() }));
         act(&mut memory, &sample(10_000, vec![vm(300, 40, 290)]), given);
-        tick(&mut memory, &sample(10_100, vec![vm(at_first, 200, 300)]));
-        tick(&mut memory, &sample(10_200, vec![vm(to, 200, 300)]));
-        tick(&mut memory, &sample(11_100, vec![vm(to, to - 150, 300)]));
-        memory.vms[0].ledger.left_ms(Stamp(11_100)).is_some()
+        let mut at = 10_000;
+        for size in sizes {
+            at += 100;
+            tick(&mut memory, &sample(at, vec![vm(*size, 200, 300)]));
+        }
+        let to = sizes[sizes.len() - 1];
+        tick(&mut memory, &sample(at + 900, vec![vm(to, to - 150, 300)]));
+        memory.vms[0].ledger.left_ms(Stamp(at + 900)).is_some()
     };
-    assert!(!left_alone((400, 441)) && !left_alone((400, 450)) && !left_alone((445, 450)));
-    assert!(left_alone((400, 600)) && left_alone((441, 600)), "an operator raised its size");
+    for guests in [[400, 441], [400, 450], [445, 450], [441, 450]] {
+        assert!(!left_alone(&guests), "{guests:?}");
+    }
+    let slowly: Vec<u64> = (44..=60).map(|tens| tens * 10).collect();
+    for operators in [&[400, 600][..], &[441, 600], &slowly, &[441, 461, 468]] {
+        assert!(left_alone(operators), "{operators:?}");
+    }
 }
 
 /// It has hung: what it is owed is ordered again and again.

@@ -183,6 +183,9 @@ impl VmMemory {
         }
         self.unmoved &= was.is_none_or(|was| actual <= was);
         self.sizes.see(at, actual);
+        if let (Some(order), Some(was)) = (&self.order, was) {
+            self.grew_to = (order.to > was).then_some((at, order.to));
+        }
         if self.ledger.is_new() {
             // Whose its size is may still be told, and a QEMU that has not taken up the VM's state
             // yet tells another size.
@@ -214,13 +217,15 @@ impl VmMemory {
 
     /// Its balloon shrank without an order, from a size to another.
     fn follow_raise(&mut self, at: Stamp, vm: &VmSample, (from, to): (Bytes, Bytes), low: Bytes) {
+        self.order = None;
         // What is on the way to an order was ordered. A driver that gives its guest pages meanwhile
-        // ends a little beyond it, by some steps.
-        let ordered = self.order.take().map(|order| order.to).filter(|o| (from..to).contains(o));
-        let again = self.deflated_on_oom.is_some_and(|t| at.since(t) < STATS_MS);
-        if ordered.or(again.then_some(from)).is_some_and(|from| to - from < SURELY_SET) {
+        // ends a little beyond it.
+        let ordered = self.grew_to.filter(|g| at.since(g.0) < STATS_MS && g.1 < to).map(|g| g.1);
+        let alone = self.raised.is_some_and(|r| r.alone);
+        if !alone && ordered.is_some_and(|ordered| to - ordered < SURELY_SET) {
             return self.has_deflated(at);
         }
+        let from = ordered.filter(|_| !alone).map_or(from, |ordered| from.min(ordered));
         // A guest that has enough, however fast it has grown since it said so, did not do that: an
         // operator raised its size.
         let said = self.believed_stats(at, vm);
