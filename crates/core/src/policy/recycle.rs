@@ -7,7 +7,7 @@
 //! Blocks of 2 MiB that are free as a whole go as soon as the map shows them, as long as what
 //! the guest takes back of them costs it less than a share of a processor: the bytes a
 //! second that it was seen to take back, at the measured price of touching new memory. Where it
-//! takes back more, they are treated as pieces are. What it allocates in a second is left to it.
+//! takes back more, they are treated as pieces are. What it allocates in 1.5 s is left to it.
 //!
 //! Pieces must have been free for a while (two looks half a period apart), some slack is left
 //! to a guest that allocates fast, and more of it to one that takes back what was recycled.

@@ -331,6 +331,22 @@ fn a_guest_that_deflates_its_balloon_on_the_way_to_its_order_makes_no_operator()
     }
 }
 
+/// What Ebb orders beside an operator's size, and what the driver gives on the way, undo nothing.
+#[test]
+fn a_size_that_an_operator_raised_stays_theirs_though_the_balloon_passes_an_order_of_ebb() {
+    let mut memory = Memory::default();
+    let look = |at: u64, size: u64| {
+        let mut its = vm(size, 300, 800);
+        its.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = at - 1_000;
+        sample(at, vec![its])
+    };
+    tick(&mut memory, &look(1_000, 900));
+    let given = Some((950, 1000, Reason::GuestShort { signs: String::new() }));
+    act(&mut memory, &look(2_000, 950), given);
+    tick(&mut memory, &look(2_100, 1010));
+    assert!(memory.vms[0].ledger.left_ms(Stamp(2_100)).is_some());
+}
+
 /// It has hung: what it is owed is ordered again and again.
 #[test]
 fn what_a_guest_was_given_that_does_not_follow_does_not_count_as_spent_for_good() {

@@ -225,7 +225,7 @@ impl VmMemory {
         if !alone && ordered.is_some_and(|ordered| to - ordered < SURELY_SET) {
             return self.has_deflated(at);
         }
-        let from = ordered.filter(|_| !alone).map_or(from, |ordered| from.min(ordered));
+        let from = ordered.map_or(from, |ordered| from.min(ordered));
         // A guest that has enough, however fast it has grown since it said so, did not do that: an
         // operator raised its size.
         let said = self.believed_stats(at, vm);
