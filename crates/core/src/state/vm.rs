@@ -37,8 +37,8 @@ pub struct VmMemory {
     pub ledger: Ledger,
     /// The last order, until it is fulfilled or overtaken.
     pub order: Option<BalloonOrder>,
-    /// The size that it was last ordered to grow to, and when it was last on its way there.
-    pub grew_to: Option<(Stamp, Bytes)>,
+    /// The last order to grow.
+    pub grew_to: Option<GrewTo>,
     pub last_take: Option<Stamp>,
     /// What its guest needed when it was last asked.
     pub need_then: Option<Bytes>,

@@ -331,6 +331,24 @@ fn a_guest_that_deflates_its_balloon_on_the_way_to_its_order_makes_no_operator()
     }
 }
 
+/// It takes the last of it in several steps and touches each at once.
+#[test]
+fn a_guest_that_deflates_its_balloon_beyond_its_order_and_touches_it_makes_no_operator() {
+    let mut memory = Memory::default();
+    let whole = sample(1_000, vec![vm(1024, 600, 900)]);
+    act(&mut memory, &whole, Some((1024, 300, short(Pressure::Hard))));
+    for s in 2..10 {
+        tick(&mut memory, &sample(s * 1000, vec![vm(300, 8, 290)]));
+    }
+    let given = Some((300, 441, Reason::GuestShort { signs: String::new() }));
+    act(&mut memory, &sample(10_000, vec![vm(300, 8, 290)]), given);
+    for (at, size, held) in [(10_100, 441, 441), (10_200, 456, 456), (10_300, 458, 457)] {
+        tick(&mut memory, &sample(at, vec![vm(size, 8, held)]));
+    }
+    tick(&mut memory, &sample(11_400, vec![vm(458, 200, 457)]));
+    assert_eq!(memory.vms[0].ledger.left_ms(Stamp(11_400)), None, "it has touched the most of it");
+}
+
 /// What Ebb orders beside an operator's size, and what the driver gives on the way, undo nothing.
 #[test]
 fn a_size_that_an_operator_raised_stays_theirs_though_the_balloon_passes_an_order_of_ebb() {

@@ -74,6 +74,17 @@ pub struct Raised {
     pub caches: Bytes,
 }
 
+/// The last order to grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct GrewTo {
+    /// When it was last on its way there.
+    pub at: Stamp,
+    pub to: Bytes,
+    /// What the host held of the VM then, also in swap.
+    pub held: Bytes,
+}
+
 /// An order to a balloon that is under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -184,7 +195,8 @@ impl VmMemory {
         self.unmoved &= was.is_none_or(|was| actual <= was);
         self.sizes.see(at, actual);
         if let (Some(order), Some(was)) = (&self.order, was) {
-            self.grew_to = (order.to > was).then_some((at, order.to));
+            let grows = order.to > was;
+            self.grew_to = grows.then_some(GrewTo { at, to: order.to, held: self.held_before() });
         }
         if self.ledger.is_new() {
             // Whose its size is may still be told, and a QEMU that has not taken up the VM's state
@@ -215,17 +227,24 @@ impl VmMemory {
         self.judge_raise(at, vm, low);
     }
 
+    /// What the host held of it, also in swap, at the look before.
+    fn held_before(&self) -> Bytes {
+        self.footprint.map_or(Bytes(u64::MAX), |s| s.resident + s.swap)
+    }
+
     /// Its balloon shrank without an order, from a size to another.
     fn follow_raise(&mut self, at: Stamp, vm: &VmSample, (from, to): (Bytes, Bytes), low: Bytes) {
         self.order = None;
         // What is on the way to an order was ordered. A driver that gives its guest pages meanwhile
         // ends a little beyond it.
-        let ordered = self.grew_to.filter(|g| at.since(g.0) < STATS_MS && g.1 < to).map(|g| g.1);
+        let ordered = self.grew_to.filter(|g| at.since(g.at) < STATS_MS && g.to < to);
         let alone = self.raised.is_some_and(|r| r.alone);
-        if !alone && ordered.is_some_and(|ordered| to - ordered < SURELY_SET) {
+        if !alone && ordered.is_some_and(|ordered| to - ordered.to < SURELY_SET) {
             return self.has_deflated(at);
         }
-        let from = ordered.map_or(from, |ordered| from.min(ordered));
+        // What it got beyond its order is compared with what it has touched since it was there.
+        let ordered = ordered.filter(|ordered| ordered.to < from);
+        let (from, held) = ordered.map_or((from, self.held_before()), |o| (o.to, o.held));
         // A guest that has enough, however fast it has grown since it said so, did not do that: an
         // operator raised its size.
         let said = self.believed_stats(at, vm);
@@ -237,7 +256,7 @@ impl VmMemory {
         });
         let before = self.raised.unwrap_or_else(|| Raised {
             from,
-            held: self.footprint.map_or(Bytes(u64::MAX), |s| s.resident + s.swap),
+            held,
             caches: said.and_then(|s| s.caches).unwrap_or_default(),
             ..Raised::default()
         });
