@@ -7,6 +7,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::model::Pressure;
 use crate::policy::merge::KsmdOrder;
 use crate::sample::VmId;
 use crate::task::{Orders, StageName};
@@ -150,8 +151,8 @@ pub enum Reason {
     /// The host or another limit is short, or other guests wait; idle memory is taken in
     /// proportion.
     HostShort {
-        /// The host's state, soft at least.
-        state: crate::model::Pressure,
+        /// The host's state; on a clear one needs grow.
+        state: Pressure,
         shortage: Bytes,
         /// What guests wait for, or will in a moment.
         #[serde(default)]
@@ -199,7 +200,8 @@ impl fmt::Display for Reason {
             Reason::HostShort { state, shortage, waits, idle, limit } => match (waits, limit) {
                 (Bytes(0), _) => {
                     let limit = limit.as_deref().unwrap_or("host");
-                    write!(f, "{limit} {state}, short of {shortage}; guest has {idle} idle")
+                    let soon = if *state == Pressure::Clear { "soon " } else { "" };
+                    write!(f, "{limit} {state}, {soon}short of {shortage}; guest has {idle} idle")
                 }
                 (waits, None) => write!(f, "others are short of {waits}; guest has {idle} idle"),
                 (waits, Some(limit)) => {

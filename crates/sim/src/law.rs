@@ -183,7 +183,7 @@ impl Laws {
     fn check_direction(&mut self, action: &Action, at: u64) {
         let grows = match action.reason {
             Reason::HostClear { .. } => true,
-            Reason::HostShort { state: Pressure::Soft, waits: Bytes(0), .. } => false,
+            Reason::HostShort { state, waits: Bytes(0), .. } if state <= Pressure::Soft => false,
             _ => return,
         };
         let past = self.past.entry(action.vm).or_default();

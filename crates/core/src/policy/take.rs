@@ -84,7 +84,7 @@ pub(super) fn take(
     verdicts: &mut [Option<Verdict>],
 ) -> Vec<Bytes> {
     let deferred = missing.deferred;
-    let state = model.host.shown.state.max(Pressure::Soft);
+    let state = model.host.shown.state;
     let of = |vm: &VmModel| memory.of(vm.id);
     let inside = model.vms.iter().filter(|v| !v.outside);
     let arriving: Bytes = inside.map(|v| arriving(model, v, of(v))).sum();

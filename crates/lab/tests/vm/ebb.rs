@@ -19,7 +19,7 @@ use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{MINUTE, ebb_says, kernels, of, replays, signal, stock, stop_verify, wait_size};
+use crate::{MINUTE, ebb_says, kernels, of, replays, said, signal, stock, stop_verify, wait_size};
 
 const RAM: Bytes = Bytes::mib(512);
 /// What a guest of 512 MiB and its QEMU hold that has touched 256 MiB, and hardly more.
@@ -294,7 +294,7 @@ fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
     fs::copy(dir.path().join("record.jsonl"), dir.path().join("first.jsonl")).unwrap();
 
     let daemon = Daemon::start(dir.path(), &["own"], SHORT).unwrap();
-    assert!(daemon.log().contains("owned again"), "{}", daemon.log());
+    said(&daemon, "owned again");
     let again = daemon.vm("own").unwrap();
     assert_eq!(bytes(&again, "ceiling"), RAM.0, "it knows what is owed: {again}");
     assert!(daemon.stop());

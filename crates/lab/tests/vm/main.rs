@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
+use ebb_lab::ebb::Daemon;
 use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
@@ -101,6 +102,11 @@ fn ebb_says(dir: &Path, args: &[&str]) -> String {
 /// Waits until it is done; `said` is what is told where it does not come to that.
 fn wait_until(done: impl FnMut() -> bool, said: impl Fn() -> String) {
     ebb_lab::poll(MINUTE, done).unwrap_or_else(|| panic!("{}", said()));
+}
+
+/// Waits for a line of a daemon's log: a thread writes it, and another one reads it here.
+fn said(daemon: &Daemon, text: &str) {
+    wait_until(|| daemon.log().contains(text), || daemon.log());
 }
 
 /// The record that a daemon left there is decided again to the same plans.

@@ -34,7 +34,7 @@ use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
 
-use crate::{MINUTE, all_is_there, ebb_says, stop_verify};
+use crate::{MINUTE, all_is_there, ebb_says, said, stop_verify};
 
 const KNOBS: [&str; 5] =
     ["run", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
@@ -179,7 +179,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     let out = |state: &Value| (part(state, 0)["open"] == false).then(|| part(state, 1));
     let other = daemon.wait_for("release of mg1", MINUTE, out).unwrap();
     assert!(other["open"] == true, "{}", daemon.log());
-    assert!(daemon.log().contains("mg1: out of KSM: its merged pages are written"));
+    said(&daemon, "mg1: out of KSM: its merged pages are written");
     for vm in &vms {
         stop_verify(vm);
     }
@@ -196,7 +196,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     assert_ne!(knobs(), before);
     let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], "").unwrap();
     assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
-    assert!(daemon.log().contains("an earlier daemon had steered KSM"), "{}", daemon.log());
+    said(&daemon, "an earlier daemon had steered KSM");
     assert!(daemon.stop());
 }
 

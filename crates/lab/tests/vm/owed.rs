@@ -13,7 +13,7 @@ use ebb_lab::vm::{Balloon, Vm};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{MINUTE, ebb_says, signal, stock, wait_size, wait_until};
+use crate::{MINUTE, ebb_says, said, signal, stock, wait_size};
 
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);
@@ -129,7 +129,7 @@ fn vm_a_reload_gives_nothing_back_and_a_bad_configuration_is_not_taken() {
     write("[vm.reload]\nmin = \"much\"\n");
     daemon.reload();
     // Not by its socket: what is replaced may drop a connection that it has not answered.
-    let said = |words: &str| wait_until(|| daemon.log().contains(words), || daemon.log());
+    let said = |text: &str| said(&daemon, text);
     said("going on as before");
     ticks(&daemon, 2);
 

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::law::Watch;
 use super::place::*;
 use super::sequences::end_whole;
-use crate::wait_until;
+use crate::{said, wait_until};
 
 fn executable(path: &std::path::Path, text: &str) {
     // Beside it, and renamed: a program that runs cannot be written.
@@ -97,7 +97,7 @@ fn a_reload_executes_the_program_that_is_there_now_and_no_balloon_moves() {
     let daemon = place.daemon_of("ebb");
     squeeze(&daemon, &vm);
     let orders = vm.truth().orders.len();
-    let said = |words: &str| wait_until(|| daemon.log().contains(words), || daemon.log());
+    let said = |text: &str| said(&daemon, text);
     // One that does not take the configuration.
     executable(&program, "#!/bin/sh\necho the new one refuses it >&2\nexit 2\n");
     daemon.reload();
@@ -315,13 +315,13 @@ fn what_is_owed_moves_with_the_state_file_when_ebb_is_reloaded() {
     daemon.crash();
     let daemon = place.daemon_again();
     wait_link(&daemon, &vm);
-    assert!(daemon.log().contains("owned again"), "{}", daemon.log());
+    said(&daemon, "owned again");
     // One that says what another daemon owes is not overwritten.
     let other = fs::read(place.file("other/state.json")).unwrap();
     fs::write(place.file("state.json"), &other).unwrap();
     place.reconfigure("/other/state.json", "/state.json");
     daemon.reload();
-    wait_until(|| daemon.log().contains("other/state.json stays in use"), || daemon.log());
+    said(&daemon, "other/state.json stays in use");
     fs::remove_file(place.file("state.json")).unwrap();
     daemon.reload();
     wait_until(|| place.file("state.json").exists(), || daemon.log());
