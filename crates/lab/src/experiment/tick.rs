@@ -33,6 +33,10 @@ pub struct Tick {
     /// How many VMs
     #[arg(long, value_delimiter = ',', default_value = "100,300,1000")]
     vms: Vec<u32>,
+    /// Seconds that each arm runs before it is measured: a daemon that has just started looks at
+    /// each VM more often
+    #[arg(long, default_value_t = 0)]
+    warm: u64,
     /// Measured seconds of each arm
     #[arg(long, default_value_t = 20)]
     seconds: u64,
@@ -137,17 +141,9 @@ impl Tick {
         let daemon = Daemon::start_unrecorded(program, dir)?;
         let heard = |s: &Value| all_are_heard(s, vms.0.len());
         daemon.wait_for("answer of each stand-in", Duration::from_secs(60), heard)?;
+        self.pass(&daemon, arm, self.warm)?;
         let (first, before) = (daemon.get("/v1/state")?, cpu(daemon.pid())?);
-        let end = Instant::now() + Duration::from_secs(self.seconds);
-        while Instant::now() < end {
-            for _ in 0..self.readers {
-                daemon.metrics()?;
-            }
-            if arm == "orders" {
-                daemon.reclaim()?;
-            }
-            std::thread::sleep(Duration::from_secs(1));
-        }
+        self.pass(&daemon, arm, self.seconds)?;
         let (last, after) = (daemon.get("/v1/state")?, cpu(daemon.pid())?);
         let number = |s: &Value| s["tick"].as_u64().unwrap_or_default();
         let ticks = number(&last).saturating_sub(number(&first)).max(1);
@@ -164,6 +160,21 @@ impl Tick {
             resident: resident(daemon.pid()).0,
             record_s: last["daemon"]["record_s"].as_f64(),
         })
+    }
+
+    /// Lets seconds of this arm pass.
+    fn pass(&self, daemon: &Daemon, arm: &str, seconds: u64) -> Result<()> {
+        let end = Instant::now() + Duration::from_secs(seconds);
+        while Instant::now() < end {
+            for _ in 0..self.readers {
+                daemon.metrics()?;
+            }
+            if arm == "orders" {
+                daemon.reclaim()?;
+            }
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        Ok(())
     }
 }
 
