@@ -22,7 +22,7 @@ pub use self::guest::{FRESH_MS, GuestModel, STALE_MS, Trust};
 use self::host::tightest;
 pub use self::host::{HostModel, Limit, default_reserve};
 pub use self::merge::{MergeHost, MergeVm};
-pub use self::standing::Standing;
+pub use self::standing::{MOVED, Standing};
 pub(crate) use self::vm::DEFLATED_LIFE_MS;
 pub use self::vm::{Convergence, Progress, VmModel};
 use crate::config::{Config, Metadata};

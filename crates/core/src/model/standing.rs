@@ -13,6 +13,9 @@ use crate::sample::{Claim, Link, RunState, VmSample};
 use crate::state::VmMemory;
 use crate::units::Stamp;
 
+/// A balloon moves, and not by an order of Ebb.
+pub const MOVED: &str = "its size has changed, not by Ebb's order";
+
 /// Whether a VM can be acted upon.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "is", content = "why")]
@@ -128,7 +131,7 @@ pub(super) fn standing(
         m.reboot.map(|_| "it rebooted: its size is not known yet".into()),
         seconds_to(m.settle_until).map(|s| format!("it rebooted: left alone for {s} s more")),
         disbelieved.then(|| format!("its numbers are not believed: {}", model.trust.why)),
-        m.ledger.suspect.then(|| "its size has changed, not by Ebb's order".into()),
+        m.is_moved(at).then(|| MOVED.into()),
         seconds(m.ledger.left_ms(at)).map(|s| {
             format!("its size was set, not by Ebb: left alone for {s} s unless it is short")
         }),

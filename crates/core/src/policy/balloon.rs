@@ -10,7 +10,7 @@
 //! While no guest waits for memory, one that was given some is not asked for a minute (20 s where
 //! page cache has to be taken), and one that was asked is not given any for the host's sake.
 
-use crate::model::{DEFLATED_LIFE_MS, Model, Pressure, Progress, Standing, VmModel};
+use crate::model::{DEFLATED_LIFE_MS, MOVED, Model, Pressure, Progress, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Level, Part, want, weight};
@@ -141,9 +141,9 @@ fn nothing_to_do(model: &Model, vm: &VmModel, m: &VmMemory, allots: &[Allotment]
 /// What a VM's own state demands, before the host is asked.
 fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     let actual = vm.actual?;
-    if m.ledger.suspect {
-        // Nor is it given anything before the next tick tells who moved its balloon.
-        return Some(Verdict::Hold("its size has changed, not by Ebb's order".into()));
+    if m.moves(model.at) {
+        // Nor is it given anything: that would take the place of the order that it follows.
+        return Some(Verdict::Hold(MOVED.into()));
     }
     if m.grow_refused.is_some_and(|t| model.at.since(t) < GROW_AGAIN_MS) {
         return Some(Verdict::Hold("QEMU or libvirt has just refused an order to grow".into()));

@@ -61,6 +61,8 @@ pub struct Ledger {
     pub(super) adopted: Option<Stamp>,
     /// What held before another seemed to shrink the balloon, and when that was.
     pub(super) before: Option<Before>,
+    /// What others had ordered before the balloon shrank at the last look: RAM may be told later.
+    pub(super) lowered: Option<Bytes>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -95,6 +97,9 @@ impl Ledger {
         boots: bool,
     ) -> Move {
         let now = ram - actual;
+        let plugged = self.seen.is_some_and(|(was, _)| was != ram);
+        // The size of the last look was told with the plugged memory, and RAM without.
+        self.others = self.lowered.take().filter(|_| plugged).or(self.others);
         let first = || self.baseline.map_or(now, |b| ram - b);
         let others = *self.others.get_or_insert_with(first);
         self.baseline = None;
@@ -141,7 +146,7 @@ impl Ledger {
         }
         (self.seen, self.suspect) = (Some((ram, now)), false);
         if shrank {
-            self.others = Some(others.min(now));
+            (self.others, self.lowered) = (Some(others.min(now)), Some(others));
             return Move::Shrank;
         }
         if let Some(ordered) = self.ordered.filter(|_| now < was || still) {

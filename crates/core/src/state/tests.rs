@@ -8,6 +8,7 @@ mod boot;
 mod host;
 mod order;
 mod owed;
+mod raised;
 mod returned;
 mod stats;
 

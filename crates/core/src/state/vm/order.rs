@@ -72,6 +72,10 @@ pub struct Raised {
     pub alone: bool,
     /// The guest's page cache by its statistics then.
     pub caches: Bytes,
+    /// By how much it moved last.
+    pub step: Bytes,
+    /// When another than Ebb set its size before that.
+    pub foreign: Option<Stamp>,
 }
 
 /// The last order to grow.
@@ -196,7 +200,9 @@ impl VmMemory {
         self.sizes.see(at, actual);
         if let (Some(order), Some(was)) = (&self.order, was) {
             let grows = order.to > was;
-            self.grew_to = grows.then_some(GrewTo { at, to: order.to, held: self.held_before() });
+            // It touches what it was given before it takes more.
+            let held = self.held_before() + (order.to - was);
+            self.grew_to = grows.then_some(GrewTo { at, to: order.to, held });
         }
         if self.ledger.is_new() {
             // Whose its size is may still be told, and a QEMU that has not taken up the VM's state
@@ -211,6 +217,9 @@ impl VmMemory {
         }
         let plugged = self.ledger.seen.is_some_and(|(was, _)| was != ram);
         let boots = self.boots(at);
+        // As large as it was with the RAM of now: what is plugged, no balloon gave up.
+        let was = self.ledger.seen.map_or(actual, |(_, held)| ram - held);
+        self.grew_to = self.grew_to.filter(|_| !plugged);
         let deflates = vm.balloon.as_ref().is_some_and(|b| b.deflates_on_oom());
         let moved = self.ledger.observe(at, (ram, actual), deflates, boots);
         if moved == Move::Foreign || self.ledger.suspect {
@@ -219,17 +228,34 @@ impl VmMemory {
         let low = ram.share(LOW_SHARE).max(Bytes::mib(32));
         match moved {
             // Its guest tells of the new memory later than QEMU.
-            Move::Own if plugged => (self.order, self.strayed) = (None, Some(at)),
+            Move::Own if plugged => {
+                (self.order, self.strayed) = (None, Some(at));
+                if let Some(r) = self.raised.take().filter(|r| r.alone) {
+                    self.ledger.foreign = r.foreign;
+                }
+            }
             Move::Own => {}
             Move::Foreign => (self.order, self.raised) = (None, None),
-            Move::Shrank => self.follow_raise(at, vm, (was.unwrap_or(actual), actual), low),
+            Move::Shrank => self.follow_raise(at, vm, (was, actual), low),
         }
         self.judge_raise(at, vm, low);
     }
 
-    /// What the host held of it, also in swap, at the look before.
+    /// Whether its balloon moves, and not by an order of Ebb's.
+    pub fn moves(&self, at: Stamp) -> bool {
+        self.ledger.suspect
+            || self.ledger.foreign == Some(at)
+            || self.raised.is_some_and(|r| r.at == at && r.step >= SURELY_SET)
+    }
+
+    /// Whether it moves so, or did a moment ago: its guest may not have said what it has left.
+    pub fn is_moved(&self, at: Stamp) -> bool {
+        self.ledger.suspect || self.raised.is_some_and(|r| at.since(r.at) < STATS_MS)
+    }
+
+    /// What the host held of it, also in swap, when QEMU told its size before.
     fn held_before(&self) -> Bytes {
-        self.footprint.map_or(Bytes(u64::MAX), |s| s.resident + s.swap)
+        self.footprint.and_then(|s| s.held).unwrap_or(Bytes(u64::MAX))
     }
 
     /// Its balloon shrank without an order, from a size to another.
@@ -242,6 +268,7 @@ impl VmMemory {
         if !alone && ordered.is_some_and(|ordered| to - ordered.to < SURELY_SET) {
             return self.has_deflated(at);
         }
+        let step = to - from;
         // What it got beyond its order is compared with what it has touched since it was there.
         let ordered = ordered.filter(|ordered| ordered.to < from);
         let (from, held) = ordered.map_or((from, self.held_before()), |o| (o.to, o.held));
@@ -254,13 +281,15 @@ impl VmMemory {
             let grown = self.fastest.rate(at).share(age_ms as f64 / 1000.0);
             Some(said.available? > low + grown)
         });
+        let foreign = self.ledger.foreign;
         let before = self.raised.unwrap_or_else(|| Raised {
+            foreign,
             from,
             held,
             caches: said.and_then(|s| s.caches).unwrap_or_default(),
             ..Raised::default()
         });
-        self.raised = Some(Raised { at, to, ..before });
+        self.raised = Some(Raised { at, to, step, ..before });
         if enough == Some(true) {
             self.raised_by_operator(at);
         } else {
@@ -283,11 +312,9 @@ impl VmMemory {
             let got = raised.to - raised.from;
             let touched = raised.touched - (said.caches.unwrap_or_default() - raised.caches);
             let left = |more: Bytes| said.available.is_some_and(|left| left > low + more);
-            let operator = match raised.alone {
-                true => left(got) && (got == Bytes::ZERO || touched < got.share(0.5)),
-                false if vm.process.is_none() || got < SURELY_SET => false,
-                false => left(Bytes::ZERO) && touched < got.share(0.1),
-            };
+            let untouched = vm.process.is_some() && got >= SURELY_SET && touched < got.share(0.1);
+            let had_enough = left(got) && (got == Bytes::ZERO || touched < got.share(0.5));
+            let operator = raised.alone && had_enough || untouched && left(Bytes::ZERO);
             if operator {
                 if !raised.alone {
                     self.raised_by_operator(at);
@@ -312,7 +339,7 @@ impl VmMemory {
         self.deflated_on_oom = Some(at);
         if let Some(r) = self.raised.as_mut().filter(|r| r.alone) {
             r.alone = false;
-            self.ledger.foreign = None;
+            self.ledger.foreign = r.foreign;
         }
     }
 

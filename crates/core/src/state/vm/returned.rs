@@ -28,6 +28,8 @@ pub struct Footprint {
     /// By how much residency fell while the agent was at work: what of that it recycled is not
     /// counted yet.
     pub waiting: Bytes,
+    /// What the host held, also in swap, when QEMU last told the size.
+    pub held: Option<Bytes>,
 }
 
 /// Bytes that left a VM's residency, by what took them. A lower bound: growth in
@@ -80,9 +82,10 @@ impl VmMemory {
         self.own_counted = p.own;
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
         let works = vm.agent.as_ref().is_some_and(|a| a.busy);
+        let held = actual.map(|_| p.resident() + p.swap).or(self.footprint.and_then(|s| s.held));
         let actual = actual.or(self.footprint.and_then(|s| s.actual));
         let (ram, resident, swap) = (vm.ram, p.resident(), p.swap);
-        let now = Footprint { actual, resident, swap, recycled, ram, waiting: Bytes::ZERO };
+        let now = Footprint { actual, resident, swap, recycled, ram, waiting: Bytes::ZERO, held };
         if let Some(was) = self.footprint.replace(now) {
             // What is plugged in or out moves the size, and the balloon not.
             let plugged = was.ram.is_some_and(|was| ram.is_some_and(|ram| ram != was));

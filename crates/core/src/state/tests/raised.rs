@@ -1,0 +1,172 @@
+//! Balloons that shrink without an order of Ebb's: by an operator, or by a guest's driver.
+
+use super::*;
+use crate::sample::HandsOff;
+
+/// A VM of this size, with so much left by statistics of this age, of which the host holds so much.
+fn aged(size: u64, left: u64, held: u64, age_ms: u64) -> VmSample {
+    let mut its = vm(size, left, held);
+    its.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
+    its
+}
+
+/// A tick in which Ebb decides, on a host that has so much available: the size that it orders.
+fn ordered(memory: &mut Memory, mut seen: Sample, available: u64) -> Option<u64> {
+    seen.host.memory.as_mut().unwrap().available = Bytes::mib(available);
+    memory.observe(&seen);
+    let model = Model::new(&Config::default(), &seen, memory);
+    let decided = crate::policy::decide(&model, memory, &[]);
+    memory.learn(&model, &decided, &carried_out(&decided.plan), true);
+    decided.plan.actions.first().map(|a| a.to.0 >> 20)
+}
+
+/// Ebb has taken the VM down to this size; then it stays as it is for some seconds.
+fn taken_to(size: u64, its: &dyn Fn() -> VmSample, seconds: u64) -> Memory {
+    let mut memory = Memory::default();
+    let ram = its().ram;
+    let whole = VmSample { ram, ..vm(ram.unwrap().0 >> 20, 600, 900) };
+    let from = ram.unwrap().0 >> 20;
+    act(&mut memory, &sample(1_000, vec![whole]), Some((from, size, short(Pressure::Hard))));
+    (2..=seconds).for_each(|s| drop(tick(&mut memory, &sample(s * 1000, vec![its()]))));
+    memory
+}
+
+fn is_left_alone(memory: &Memory, at: u64) -> bool {
+    memory.vms[0].ledger.left_ms(Stamp(at)).is_some()
+}
+
+/// QEMU has one target: an order of Ebb's in between would be the last.
+#[test]
+fn an_operators_larger_size_is_reached_though_the_guest_has_little_left() {
+    let end = |need: u64, deflates: bool, left_alone: bool| {
+        let its = |size: u64, said: u64| {
+            let hands_off = left_alone.then_some(HandsOff { left_ms: 500_000, done: true });
+            let mut its = aged(size, said - need, need + 60, 50);
+            its.balloon.as_mut().unwrap().deflate_on_oom = Some(deflates);
+            VmSample { ram: Some(Bytes::gib(4)), hands_off, ..its }
+        };
+        let mut memory = taken_to(1024, &|| its(1024, 1024), 69);
+        let (mut target, mut size) = (3072, 1024);
+        for n in 0..100 {
+            let said = size;
+            size += (target - size).min(100);
+            let seen = sample(70_000 + n * 100, vec![its(size, said)]);
+            target = ordered(&mut memory, seen, 900).map_or(target, |to| to.max(size));
+        }
+        size
+    };
+    for need in [600, 700, 900] {
+        for (deflates, hands_off) in [(true, false), (true, true), (false, false), (false, true)] {
+            let size = end(need, deflates, hands_off);
+            assert!(size >= 3072, "need {need}, {deflates}, hands off {hands_off}: {size}");
+        }
+    }
+}
+
+#[test]
+fn a_critical_host_takes_nothing_of_a_size_that_is_on_its_way_up() {
+    let mut memory = taken_to(600, &|| vm(600, 110, 590), 99);
+    let (mut target, mut size) = (900, 600);
+    for n in 1..40u64 {
+        let said = size;
+        size = if size < target { (size + 150).min(target) } else { (size - 100).max(target) };
+        let seen = sample(99_000 + n * 100, vec![aged(size, said - 490, 590, 90)]);
+        target = ordered(&mut memory, seen, 250).unwrap_or(target);
+    }
+    assert!(size >= 900, "{size}");
+}
+
+#[test]
+fn an_operators_size_is_theirs_in_one_step_and_in_two() {
+    for sizes in [&[900][..], &[700, 900]] {
+        let mut memory = taken_to(500, &|| vm(500, 110, 450), 9);
+        let (mut at, mut was) = (10_000, 500);
+        for size in sizes.iter().chain([&900; 20]) {
+            tick(&mut memory, &sample(at, vec![aged(*size, was - 390, 450, 90)]));
+            (at, was) = (at + 100, *size);
+        }
+        assert!(is_left_alone(&memory, at), "{sizes:?}");
+    }
+}
+
+#[test]
+fn what_a_guest_deflates_later_ends_no_operators_ten_minutes() {
+    let mut memory = taken_to(500, &|| vm(500, 200, 400), 9);
+    for s in 10..=60 {
+        tick(&mut memory, &sample(s * 1000, vec![vm(800, 500, 400)]));
+    }
+    let left = |memory: &Memory, s: u64| memory.vms[0].ledger.left_ms(Stamp(s * 1000));
+    assert!(left(&memory, 60) > Some(540_000));
+    tick(&mut memory, &sample(61_000, vec![aged(820, 500, 820, 1_000)]));
+    tick(&mut memory, &sample(62_000, vec![vm(820, 5, 820)]));
+    assert!(left(&memory, 62).is_some_and(|ms| ms < 550_000), "of the operator's move");
+}
+
+/// `/proc` tells each tick what a process holds, QEMU only tells the size when it answers.
+#[test]
+fn what_a_guest_touched_while_qemu_did_not_answer_counts_as_touched() {
+    for (slow, left) in [(false, 60), (false, 200), (true, 60), (true, 200)] {
+        let mut memory = taken_to(500, &|| vm(500, left, 450), 10);
+        for (ms, held) in [(400, 550), (800, 650), (1200, 750)].into_iter().filter(|_| slow) {
+            let mut its = aged(500, left, held, ms);
+            its.balloon.as_mut().unwrap().age_ms = ms;
+            its.link = Link::Slow("no answer".into());
+            tick(&mut memory, &sample(10_000 + ms, vec![its]));
+        }
+        tick(&mut memory, &sample(11_300, vec![aged(800, left, 750, 1_300)]));
+        tick(&mut memory, &sample(12_300, vec![vm(800, 500, 750)]));
+        assert!(!is_left_alone(&memory, 12_300), "slow: {slow}, {left} left: it touched all of it");
+    }
+}
+
+#[test]
+fn what_is_plugged_no_balloon_gave_up() {
+    for plugged in [0, 1024] {
+        let mut memory = taken_to(500, &|| vm(500, 20, 490), 10);
+        let ram = Some(Bytes::mib(1024 + plugged));
+        let size = 540 + plugged;
+        let its = VmSample { ram, ..aged(size, 20, 530, 1_000) };
+        tick(&mut memory, &sample(11_000, vec![its]));
+        tick(&mut memory, &sample(12_000, vec![VmSample { ram, ..vm(size, 20 + plugged, 530) }]));
+        assert!(!is_left_alone(&memory, 12_000), "{plugged} plugged: it touched all of its 40 MiB");
+    }
+}
+
+/// RAM and size are two answers of QEMU.
+#[test]
+fn memory_that_is_plugged_between_two_answers_adds_nothing_to_what_is_owed() {
+    for deflates in [false, true] {
+        let mut memory = Memory::default();
+        let its = |ram: u64, size: u64, left: u64| {
+            let mut its = VmSample { ram: Some(Bytes::mib(ram)), ..vm(size, left, 500) };
+            its.balloon.as_mut().unwrap().deflate_on_oom = Some(deflates);
+            its
+        };
+        let first = sample(1_000, vec![its(1024, 824, 400)]);
+        act(&mut memory, &first, Some((824, 600, short(Pressure::Hard))));
+        (2..=10)
+            .for_each(|s| drop(tick(&mut memory, &sample(s * 1000, vec![its(1024, 600, 200)]))));
+        tick(&mut memory, &sample(10_100, vec![its(1024, 1624, 200)]));
+        let mut model = Model::default();
+        for s in 11..16 {
+            model = tick(&mut memory, &sample(s * 1000, vec![its(2048, 1624, 1200)]));
+        }
+        assert_eq!(only(&model).owed, Bytes::mib(224), "deflates: {deflates}");
+    }
+}
+
+#[test]
+fn what_ebb_gave_and_the_guest_touched_tells_nothing_of_an_operators_later_size() {
+    for beyond in [0, 4] {
+        let mut memory = taken_to(300, &|| vm(300, 40, 290), 9);
+        let given = Some((300, 500, Reason::GuestShort { signs: String::new() }));
+        act(&mut memory, &sample(10_000, vec![vm(300, 40, 290)]), given);
+        let size = 500 + beyond;
+        tick(&mut memory, &sample(10_100, vec![aged(size, 40, 290, 100)]));
+        tick(&mut memory, &sample(10_300, vec![vm(size, size - 300, 490)]));
+        tick(&mut memory, &sample(11_000, vec![vm(size, size - 300, 490)]));
+        tick(&mut memory, &sample(11_500, vec![aged(800, size - 300, 490, 100)]));
+        tick(&mut memory, &sample(11_700, vec![vm(800, 500, 490)]));
+        assert!(is_left_alone(&memory, 11_700), "{beyond} beyond Ebb's order");
+    }
+}
