@@ -5,18 +5,21 @@
  * goes to a page that this kernel never writes to.  SeaBIOS writes below 1 MiB
  * first, which Linux leaves alone.  UEFI for VMs (OVMF) writes its first stack
  * to 0x810000: reserved by its own memory map where the VM can suspend to RAM,
- * plain memory elsewhere.  There the module takes the page and keeps it.
+ * plain memory elsewhere.  There the module takes the page and keeps it.  It fills the
+ * page: QEMU, when it loads a snapshot, does not write a page that is zero in both.
  */
 #include <linux/efi.h>
 #include <linux/gfp.h>
 #include <linux/ioport.h>
 #include <linux/mm.h>
 #include <linux/mmzone.h>
+#include <linux/string.h>
 #include <linux/version.h>
 
 #include "ebb.h"
 
 #define FIRST_STACK_PFN	0x810
+#define FILLED_WITH	0xeb
 
 static bool taken;
 
@@ -34,6 +37,7 @@ u64 ebb_keep_page(void)
 				FIRST_STACK_PFN << PAGE_SHIFT);
 			return 0;
 		}
+		memset(page_address(pfn_to_page(FIRST_STACK_PFN)), FILLED_WITH, PAGE_SIZE);
 		taken = true;
 	}
 	return (u64)FIRST_STACK_PFN << PAGE_SHIFT;

@@ -168,7 +168,7 @@ pub struct VmSettings {
     pub group: String,
     /// QMP socket, where it cannot be found from the process's command line.
     pub qmp: Option<String>,
-    /// Whether it is open to KSM; `None`: as QEMU was started.
+    /// Whether it is open to KSM; `None`: as QEMU was started, and with an agent open.
     pub merge: Option<bool>,
     /// Whether its zero pages may be freed, where that is done.
     pub zeros: bool,

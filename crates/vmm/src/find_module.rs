@@ -74,6 +74,11 @@ enum At {
         since: Instant,
         found: Vec<Candidate>,
     },
+    /// The tripwires are armed since then.
+    Armed {
+        since: Instant,
+        header: Box<Header>,
+    },
     Challenged {
         since: Instant,
         header: Box<Header>,
@@ -124,7 +129,7 @@ impl Tracker {
     /// Nothing known holds any more.
     pub fn forget(&mut self, guard: &Guard, why: &str) {
         guard.disarm();
-        if matches!(self.at, At::Challenged { .. } | At::Ready(_)) {
+        if matches!(self.at, At::Armed { .. } | At::Challenged { .. } | At::Ready(_)) {
             self.lost_at = Instant::now();
         }
         self.at = At::Searching { next: None, since: None };
@@ -152,7 +157,7 @@ impl Tracker {
             // A doubt from before the pause stays: only a beat and an answer end it.
             At::Ready(live) => live.beat_at = Instant::now(),
             At::Searching { next, since } => (*next, *since) = (None, None),
-            At::Checking { .. } | At::Challenged { .. } => {}
+            At::Checking { .. } | At::Armed { .. } | At::Challenged { .. } => {}
         }
     }
 
@@ -168,7 +173,9 @@ impl Tracker {
         let unproven = || if self.running { self.why.clone() } else { Some(paused()) };
         match &self.at {
             At::Searching { .. } => (AgentState::Searching, unproven()),
-            At::Checking { .. } | At::Challenged { .. } => (AgentState::Checking, unproven()),
+            At::Checking { .. } | At::Armed { .. } | At::Challenged { .. } => {
+                (AgentState::Checking, unproven())
+            }
             At::Ready(live) if live.silent => {
                 (AgentState::Silent, Some("the guest does not beat".to_string()))
             }
@@ -199,7 +206,9 @@ impl Tracker {
             // It cannot succeed before the vCPUs run, which is reported.
             _ if !self.running => Duration::from_secs(1),
             At::Searching { .. } => SEARCH_EVERY,
-            At::Checking { .. } | At::Challenged { .. } => Duration::from_millis(10),
+            At::Checking { .. } | At::Armed { .. } | At::Challenged { .. } => {
+                Duration::from_millis(10)
+            }
         }
     }
 
@@ -208,7 +217,7 @@ impl Tracker {
     pub fn step(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), Blocked> {
         let (ram, guard) = (sight.ram, sight.guard);
         // What tripped stays tripped until it is armed anew, for the next challenge.
-        let relied = matches!(self.at, At::Challenged { .. } | At::Ready(_));
+        let relied = matches!(self.at, At::Armed { .. } | At::Challenged { .. } | At::Ready(_));
         if guard.is_held(now) {
             self.forget(guard, "a device that pins guest memory may be plugged in now");
             return Ok(());
@@ -235,11 +244,12 @@ impl Tracker {
                 let alive = watch(ram, found, self.faults.no_challenge());
                 match alive {
                     Some(header) if self.observe => self.believe(ram, guard, header, now),
-                    Some(header) => return self.challenge(sight, header, now),
+                    Some(header) => return self.prepare(sight, header, now),
                     None if late => self.forget(guard, "found a header, but it does not beat"),
                     None => {}
                 }
             }
+            At::Armed { .. } => self.challenge(ram, guard, now),
             At::Challenged { .. } => self.answered(ram, guard, now),
             At::Ready(_) => return self.look(sight, now),
         }
@@ -250,6 +260,13 @@ impl Tracker {
     /// reason to look for another header.
     fn arm(&self, ram: &Ram, guard: &Guard, header: &Header) -> Result<(), String> {
         let kept = self.firmware.kept_wire().filter(|gpa| *gpa == header.kept_gpa);
+        // QEMU, when it loads a snapshot, does not write a page that is zero in both.
+        if let Some(gpa) = kept.filter(|gpa| is_zero(ram, *gpa)) {
+            return Err(format!(
+                "guest page {gpa:#x} is zero, so a snapshot could be loaded unnoticed: load the \
+                 guest with this version of ebb.ko"
+            ));
+        }
         let all = self.firmware.wires().iter().copied().chain(kept);
         let all = all.skip(usize::from(self.faults.late_wire()));
         let here: Vec<_> = all.filter_map(|gpa| Some((gpa, ram.hva(gpa, PAGE)?))).collect();
@@ -260,31 +277,53 @@ impl Tracker {
         guard.arm(&here).map_err(|e| format!("cannot watch guest page {first:#x}: {e}"))
     }
 
-    /// Arms the tripwires and asks the module for a sign.
-    fn challenge(
+    /// Makes protection possible, which may take seconds, and arms the tripwires.
+    fn prepare(
         &mut self,
         sight: &mut Sight<'_>,
         header: Header,
         now: Instant,
     ) -> Result<(), Blocked> {
-        let (ram, guard) = (sight.ram, sight.guard);
         (sight.prepare)()?;
-        let no_number = |e| format!("the kernel gives no random number: {e}");
         let unarmed = self.faults.no_tripwire();
-        let armed = if unarmed { Ok(()) } else { self.arm(ram, guard, &header) };
-        match armed.and_then(|()| sys::random().map_err(no_number)) {
-            Err(why) => self.forget(guard, &why),
-            Ok(number) => {
-                let challenge = number.max(1);
-                if let Some(at) = ram.hva(header.gpa + abi::CHALLENGE_AT, 8) {
-                    if !self.faults.no_challenge() {
-                        sys::store_u64(at, challenge);
-                    }
-                    self.at = At::Challenged { since: now, header: Box::new(header), challenge };
-                }
-            }
+        match if unarmed { Ok(()) } else { self.arm(sight.ram, sight.guard, &header) } {
+            Err(why) => self.forget(sight.guard, &why),
+            Ok(()) => self.at = At::Armed { since: now, header: Box::new(header) },
         }
         Ok(())
+    }
+
+    /// Asks the module for a sign, in the guest's memory. What was reset before the tripwires were
+    /// armed beats no more, and a later reset waits for the window.
+    fn challenge(&mut self, ram: &Ram, guard: &Guard, now: Instant) {
+        let At::Armed { since, header } = &self.at else { return };
+        let late = self.running && now.duration_since(*since) > PATIENCE;
+        let window = guard.open();
+        let fresh = read_again(ram, header).filter(|_| !guard.tripped());
+        let beats = |fresh: &Header| {
+            let again = fresh.live.beat > header.live.beat && fresh.live.beats_right(fresh.key);
+            again || self.faults.no_challenge()
+        };
+        let number = match (fresh, sys::random()) {
+            (None, _) => Err("its header changed".to_string()),
+            (Some(fresh), _) if !beats(&fresh) && late => Err("it does not beat any more".into()),
+            (Some(fresh), _) if !beats(&fresh) => return,
+            (Some(_), Err(e)) => Err(format!("the kernel gives no random number: {e}")),
+            (Some(fresh), Ok(number)) => Ok((fresh, number.max(1))),
+        };
+        match number {
+            Ok((header, challenge)) => {
+                let at = ram.hva(header.gpa + abi::CHALLENGE_AT, 8);
+                if let Some(at) = at.filter(|_| !self.faults.no_challenge()) {
+                    sys::store_u64(at, challenge);
+                }
+                self.at = At::Challenged { since: now, header: Box::new(header), challenge };
+            }
+            Err(why) => {
+                drop(window);
+                self.forget(guard, &why);
+            }
+        }
     }
 
     /// Takes a header's map for what it is, to read it.
@@ -345,7 +384,7 @@ impl Tracker {
         if live.silent && beats && self.observe {
             live.silent = false;
         } else if live.silent && beats {
-            return self.challenge(sight, fresh, now);
+            return self.prepare(sight, fresh, now);
         }
         if fresh.live.generation != live.layout.generation {
             match collect(ram, &fresh) {
@@ -368,6 +407,12 @@ fn read_header(ram: &Ram, gpa: u64) -> Option<Result<Header, Bad>> {
 /// A header as it is now; `None`: it is gone, or another one.
 fn read_again(ram: &Ram, known: &Header) -> Option<Header> {
     read_header(ram, known.gpa)?.ok().filter(|fresh| fresh.fixed == known.fixed)
+}
+
+/// Whether a page of the guest is zero, or cannot be read.
+fn is_zero(ram: &Ram, gpa: u64) -> bool {
+    let mut page = [0u8; PAGE as usize];
+    ram.read(gpa, &mut page).is_none_or(|()| page.iter().all(|byte| *byte == 0))
 }
 
 /// The map of a header, if its extents did not change meanwhile.

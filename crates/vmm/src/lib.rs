@@ -13,8 +13,8 @@
 //!
 //! It must never harm the VM that it is in: no panic leaves its threads, memory
 //! is bounded by the VM's RAM (a few KiB per GiB), it waits for no lock of the
-//! VMM, and a guest write waits no longer than one window: about a millisecond of its
-//! thread's own processor time, at real-time priority where it may have that.
+//! VMM, and a guest write waits for one window at most, about a millisecond by the clock; longer
+//! where its thread loses its CPU (real-time priority prevents that where it may have it).
 // System calls on raw addresses, symbols for the VMM's loader, and a constructor
 // are what this crate is for. Each block says why it is sound.
 #![allow(unsafe_code)]

@@ -87,6 +87,8 @@ fn socket() -> Result<OwnedFd> {
 fn listen(path: &Path) -> Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let listener = socket()?;
+    // The file gets this mode when it is made: a path may be another file's by the next call.
+    rustix::fs::fchmod(&listener, Mode::from_raw_mode(0o600))?;
     if let Err(e) = rustix::net::bind(&listener, &address) {
         let served = rustix::net::connect(&socket()?, &address) != Err(Errno::CONNREFUSED);
         let file = rustix::fs::lstat(path)?;
@@ -97,8 +99,6 @@ fn listen(path: &Path) -> Result<OwnedFd> {
         std::fs::remove_file(path)?;
         rustix::net::bind(&listener, &address)?;
     }
-    // No process can connect before it listens.
-    rustix::fs::chmod(path, Mode::from_raw_mode(0o600))?;
     rustix::net::listen(&listener, 4)?;
     Ok(listener)
 }

@@ -38,6 +38,8 @@ pub struct HostModel {
     pub warnings: Vec<String>,
     /// How zero pages can be freed; `None` where that is not wanted.
     pub zeros: Option<crate::sample::ZeroWays>,
+    /// The processor time for that, whether or not anything is merged.
+    pub zeros_budget: crate::policy::merge::Settings,
     /// What merging is decided on; absent where it is off.
     pub merge: Option<MergeHost>,
 }
@@ -164,6 +166,7 @@ impl HostModel {
             offload_room: offload_room(config, sample),
             merge: MergeHost::new(config, sample),
             zeros: sample.host.zeros.filter(|_| config.merge.zeros),
+            zeros_budget: config.merge.settings,
             touch_us: sample.host.touch_us,
             ..HostModel::default()
         };

@@ -47,7 +47,7 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
     if !ways.split && swap < LEAST {
         return (Vec::new(), "this kernel cannot, or there is no swap for it".into());
     }
-    let order = |vm: &VmModel, read, ms, reason| ZeroOrder {
+    let order = |vm: &VmModel, read, ms, (reason, swap)| ZeroOrder {
         vm: vm.id,
         name: vm.name.clone(),
         read,
@@ -60,19 +60,20 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
     // How much an order frees is not known before: a number of bytes is left to agents and
     // balloons.
     let asked = |vm: &&&VmModel| requests.iter().any(|r| r.bytes.is_none() && r.means(&vm.name));
-    let mut orders: Vec<ZeroOrder> = able
-        .iter()
-        .filter(asked)
-        .map(|vm| order(vm, held(vm), ASKED_MS, "the operator asked for its memory".into()))
-        .collect();
+    // They are carried out one after the other, by this tick's figure of swap.
+    let each = Bytes(swap.0 / able.iter().filter(asked).count().max(1) as u64);
+    let wanted = || ("the operator asked for its memory".to_string(), each);
+    let all = able.iter().filter(asked);
+    let mut orders: Vec<ZeroOrder> =
+        all.map(|vm| order(vm, held(vm), ASKED_MS, wanted())).collect();
     let busy = model.vms.iter().any(|vm| vm.tasks.zeros.as_ref().is_some_and(|z| z.busy));
     if model.host.shown.state >= Pressure::Soft && orders.is_empty() && !busy {
         let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
-        let settings = model.host.merge.as_ref().map(|m| m.config.settings).unwrap_or_default();
-        let ms = (settings.share(model.host.shown.state) * seconds * 1000.0) as u64;
+        let share = model.host.zeros_budget.share(model.host.shown.state);
+        let ms = (share * seconds * 1000.0) as u64;
         orders.extend(next(model, memory, &able).map(|vm| {
             let reason = format!("host {}", model.host.shown.state);
-            order(vm, PIECE, ms.clamp(MS.0, MS.1), reason)
+            order(vm, PIECE, ms.clamp(MS.0, MS.1), (reason, swap))
         }));
     }
     let words = match orders.len() {
@@ -256,5 +257,24 @@ mod tests {
         assert_eq!(with(true, false, Some(100)), Some((Some(64), 0)), "zeros would be written");
         assert_eq!(with(false, true, Some(100)), Some((None, 100)));
         assert_eq!((with(false, true, None), with(false, false, Some(100))), (None, None));
+    }
+
+    #[test]
+    fn vms_that_are_asked_together_share_the_room_of_swap() {
+        let mut model = model(ON, Pressure::Clear, vec![vm(1), vm(2)]);
+        model.host.offload_room = Some(Bytes::mib(100));
+        let all = [Reclaim { vm: None, bytes: None }];
+        let (orders, _) = zeros(&model, &Memory::default(), &all);
+        assert_eq!(orders.iter().map(|o| o.swap.0 >> 20).collect::<Vec<_>>(), [50, 50]);
+    }
+
+    #[test]
+    fn the_budget_is_the_configured_one_though_nothing_is_merged() {
+        let ms = |config: &str| {
+            let model = model(config, Pressure::Soft, vec![vm(1)]);
+            zeros(&model, &Memory::default(), &[]).0[0].ms
+        };
+        let more = format!("{ON}cpu = \"80%\"\n");
+        assert_eq!((ms(ON), ms(&more)), (400, 800));
     }
 }

@@ -46,12 +46,28 @@ impl Firmware {
         (self == Firmware::Edk2).then_some(EDK2_STACK)
     }
 
-    /// What it writes before it comes to its wire: first address, and the first after it.
-    /// Nothing of that is ever given back.
+    /// What may be written before its wire is: first address, and the first after it. Nothing of
+    /// that is ever given back. After a reset that is where it begins; QEMU, when it loads a
+    /// snapshot, writes RAM from address 0 on.
     pub fn early(self) -> (u64, u64) {
         match self {
             Firmware::Unknown | Firmware::Seabios => (0, PAGE),
-            Firmware::Edk2 => (0x80_0000, 0x82_0000),
+            Firmware::Edk2 => (0, 0x82_0000),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// QEMU loads a snapshot from address 0 on: what it writes before it meets a wire is kept.
+    #[test]
+    fn nothing_before_the_first_tripwire_is_given_back() {
+        for firmware in [Firmware::Seabios, Firmware::Edk2] {
+            let wires = firmware.wires().iter().copied().chain(firmware.kept_wire());
+            let (first, end) = firmware.early();
+            assert!(first == 0 && wires.min().unwrap() < end, "{firmware:?}");
         }
     }
 }
