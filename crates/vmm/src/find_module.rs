@@ -298,30 +298,32 @@ impl Tracker {
     fn challenge(&mut self, ram: &Ram, guard: &Guard, now: Instant) {
         let At::Armed { since, header } = &self.at else { return };
         let late = self.running && now.duration_since(*since) > PATIENCE;
+        let unasked = self.faults.no_challenge();
         let window = guard.open();
-        let fresh = read_again(ram, header).filter(|_| !guard.tripped());
-        let beats = |fresh: &Header| {
-            let again = fresh.live.beat > header.live.beat && fresh.live.beats_right(fresh.key);
-            again || self.faults.no_challenge()
+        let Some(fresh) = read_again(ram, header).filter(|_| !guard.tripped()) else {
+            drop(window);
+            return self.forget(guard, "its header changed, or a tripwire was written to");
         };
-        let number = match (fresh, sys::random()) {
-            (None, _) => Err("its header changed".to_string()),
-            (Some(fresh), _) if !beats(&fresh) && late => Err("it does not beat any more".into()),
-            (Some(fresh), _) if !beats(&fresh) => return,
-            (Some(_), Err(e)) => Err(format!("the kernel gives no random number: {e}")),
-            (Some(fresh), Ok(number)) => Ok((fresh, number.max(1))),
-        };
-        match number {
-            Ok((header, challenge)) => {
-                let at = ram.hva(header.gpa + abi::CHALLENGE_AT, 8);
-                if let Some(at) = at.filter(|_| !self.faults.no_challenge()) {
+        let beats = fresh.live.beat > header.live.beat && fresh.live.beats_right(fresh.key);
+        if !beats && !unasked {
+            drop(window);
+            if late {
+                self.forget(guard, "it does not beat any more");
+            }
+            return;
+        }
+        match sys::random() {
+            Ok(number) => {
+                let challenge = number.max(1);
+                let at = ram.hva(fresh.gpa + abi::CHALLENGE_AT, 8);
+                if let Some(at) = at.filter(|_| !unasked) {
                     sys::store_u64(at, challenge);
                 }
-                self.at = At::Challenged { since: now, header: Box::new(header), challenge };
+                self.at = At::Challenged { since: now, header: Box::new(fresh), challenge };
             }
-            Err(why) => {
+            Err(e) => {
                 drop(window);
-                self.forget(guard, &why);
+                self.forget(guard, &format!("the kernel gives no random number: {e}"));
             }
         }
     }

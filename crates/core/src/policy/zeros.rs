@@ -47,7 +47,7 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
     if !ways.split && swap < LEAST {
         return (Vec::new(), "this kernel cannot, or there is no swap for it".into());
     }
-    let order = |vm: &VmModel, read, ms, (reason, swap)| ZeroOrder {
+    let order = |vm: &VmModel, read, ms, reason| ZeroOrder {
         vm: vm.id,
         name: vm.name.clone(),
         read,
@@ -60,12 +60,14 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
     // How much an order frees is not known before: a number of bytes is left to agents and
     // balloons.
     let asked = |vm: &&&VmModel| requests.iter().any(|r| r.bytes.is_none() && r.means(&vm.name));
+    let mut orders: Vec<ZeroOrder> = able
+        .iter()
+        .filter(asked)
+        .map(|vm| order(vm, held(vm), ASKED_MS, "the operator asked for its memory".into()))
+        .collect();
     // They are carried out one after the other, by this tick's figure of swap.
-    let each = Bytes(swap.0 / able.iter().filter(asked).count().max(1) as u64);
-    let wanted = || ("the operator asked for its memory".to_string(), each);
-    let all = able.iter().filter(asked);
-    let mut orders: Vec<ZeroOrder> =
-        all.map(|vm| order(vm, held(vm), ASKED_MS, wanted())).collect();
+    let each = Bytes(swap.0 / orders.len().max(1) as u64);
+    orders.iter_mut().for_each(|order| order.swap = each);
     let busy = model.vms.iter().any(|vm| vm.tasks.zeros.as_ref().is_some_and(|z| z.busy));
     if model.host.shown.state >= Pressure::Soft && orders.is_empty() && !busy {
         let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
@@ -73,7 +75,7 @@ pub fn zeros(model: &Model, memory: &Memory, requests: &[Reclaim]) -> (Vec<ZeroO
         let ms = (share * seconds * 1000.0) as u64;
         orders.extend(next(model, memory, &able).map(|vm| {
             let reason = format!("host {}", model.host.shown.state);
-            order(vm, PIECE, ms.clamp(MS.0, MS.1), (reason, swap))
+            order(vm, PIECE, ms.clamp(MS.0, MS.1), reason)
         }));
     }
     let words = match orders.len() {

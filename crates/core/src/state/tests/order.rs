@@ -301,54 +301,6 @@ fn what_ebb_gives_to_a_guest_that_deflated_its_balloon_makes_no_operator() {
     }
 }
 
-/// A driver that gives its guest pages while it follows an order ends beyond that.
-#[test]
-fn a_guest_that_deflates_its_balloon_on_the_way_to_its_order_makes_no_operator() {
-    let left_alone = |sizes: &[u64]| {
-        let mut memory = Memory::default();
-        let whole = sample(1_000, vec![vm(1024, 600, 900)]);
-        act(&mut memory, &whole, Some((1024, 300, short(Pressure::Hard))));
-        for s in 2..10 {
-            tick(&mut memory, &sample(s * 1000, vec![vm(300, 40, 290)]));
-        }
-        let given = Some((300, 441, Reason::GuestShort { signs: String::new() }));
-        act(&mut memory, &sample(10_000, vec![vm(300, 40, 290)]), given);
-        let mut at = 10_000;
-        for size in sizes {
-            at += 100;
-            tick(&mut memory, &sample(at, vec![vm(*size, 200, 300)]));
-        }
-        let to = sizes[sizes.len() - 1];
-        tick(&mut memory, &sample(at + 900, vec![vm(to, to - 150, 300)]));
-        memory.vms[0].ledger.left_ms(Stamp(at + 900)).is_some()
-    };
-    for guests in [[400, 441], [400, 450], [445, 450], [441, 450]] {
-        assert!(!left_alone(&guests), "{guests:?}");
-    }
-    let slowly: Vec<u64> = (44..=60).map(|tens| tens * 10).collect();
-    for operators in [&[400, 600][..], &[441, 600], &slowly, &[441, 461, 468]] {
-        assert!(left_alone(operators), "{operators:?}");
-    }
-}
-
-/// It takes the last of it in several steps and touches each at once.
-#[test]
-fn a_guest_that_deflates_its_balloon_beyond_its_order_and_touches_it_makes_no_operator() {
-    let mut memory = Memory::default();
-    let whole = sample(1_000, vec![vm(1024, 600, 900)]);
-    act(&mut memory, &whole, Some((1024, 300, short(Pressure::Hard))));
-    for s in 2..10 {
-        tick(&mut memory, &sample(s * 1000, vec![vm(300, 8, 290)]));
-    }
-    let given = Some((300, 441, Reason::GuestShort { signs: String::new() }));
-    act(&mut memory, &sample(10_000, vec![vm(300, 8, 290)]), given);
-    for (at, size, held) in [(10_100, 441, 441), (10_200, 456, 456), (10_300, 458, 457)] {
-        tick(&mut memory, &sample(at, vec![vm(size, 8, held)]));
-    }
-    tick(&mut memory, &sample(11_400, vec![vm(458, 200, 457)]));
-    assert_eq!(memory.vms[0].ledger.left_ms(Stamp(11_400)), None, "it has touched the most of it");
-}
-
 /// What Ebb orders beside an operator's size, and what the driver gives on the way, undo nothing.
 #[test]
 fn a_size_that_an_operator_raised_stays_theirs_though_the_balloon_passes_an_order_of_ebb() {

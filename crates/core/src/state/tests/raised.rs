@@ -3,14 +3,14 @@
 use super::*;
 use crate::sample::HandsOff;
 
-/// A VM of this size, with so much left by statistics of this age, of which the host holds so much.
+/// A VM of `size` MiB of which the host holds `held`, with `left` available by statistics of this age.
 fn aged(size: u64, left: u64, held: u64, age_ms: u64) -> VmSample {
     let mut its = vm(size, left, held);
     its.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
     its
 }
 
-/// A tick in which Ebb decides, on a host that has so much available: the size that it orders.
+/// A tick in which Ebb decides, on a host with this many MiB available: the size that it orders.
 fn ordered(memory: &mut Memory, mut seen: Sample, available: u64) -> Option<u64> {
     seen.host.memory.as_mut().unwrap().available = Bytes::mib(available);
     memory.observe(&seen);
@@ -24,8 +24,8 @@ fn ordered(memory: &mut Memory, mut seen: Sample, available: u64) -> Option<u64>
 fn taken_to(size: u64, its: &dyn Fn() -> VmSample, seconds: u64) -> Memory {
     let mut memory = Memory::default();
     let ram = its().ram;
-    let whole = VmSample { ram, ..vm(ram.unwrap().0 >> 20, 600, 900) };
     let from = ram.unwrap().0 >> 20;
+    let whole = VmSample { ram, ..vm(from, 600, 900) };
     act(&mut memory, &sample(1_000, vec![whole]), Some((from, size, short(Pressure::Hard))));
     (2..=seconds).for_each(|s| drop(tick(&mut memory, &sample(s * 1000, vec![its()]))));
     memory
@@ -169,4 +169,42 @@ fn what_ebb_gave_and_the_guest_touched_tells_nothing_of_an_operators_later_size(
         tick(&mut memory, &sample(11_700, vec![vm(800, 500, 490)]));
         assert!(is_left_alone(&memory, 11_700), "{beyond} beyond Ebb's order");
     }
+}
+
+/// A driver that gives its guest pages while it follows an order ends beyond that.
+#[test]
+fn a_guest_that_deflates_its_balloon_on_the_way_to_its_order_makes_no_operator() {
+    let left_alone = |sizes: &[u64]| {
+        let mut memory = taken_to(300, &|| vm(300, 40, 290), 9);
+        let given = Some((300, 441, Reason::GuestShort { signs: String::new() }));
+        act(&mut memory, &sample(10_000, vec![vm(300, 40, 290)]), given);
+        let mut at = 10_000;
+        for size in sizes {
+            at += 100;
+            tick(&mut memory, &sample(at, vec![vm(*size, 200, 300)]));
+        }
+        let to = sizes[sizes.len() - 1];
+        tick(&mut memory, &sample(at + 900, vec![vm(to, to - 150, 300)]));
+        is_left_alone(&memory, at + 900)
+    };
+    for guests in [[400, 441], [400, 450], [445, 450], [441, 450]] {
+        assert!(!left_alone(&guests), "{guests:?}");
+    }
+    let slowly: Vec<u64> = (44..=60).map(|tens| tens * 10).collect();
+    for operators in [&[400, 600][..], &[441, 600], &slowly, &[441, 461, 468]] {
+        assert!(left_alone(operators), "{operators:?}");
+    }
+}
+
+/// It takes the last of it in several steps and touches each at once.
+#[test]
+fn a_guest_that_deflates_its_balloon_beyond_its_order_and_touches_it_makes_no_operator() {
+    let mut memory = taken_to(300, &|| vm(300, 8, 290), 9);
+    let given = Some((300, 441, Reason::GuestShort { signs: String::new() }));
+    act(&mut memory, &sample(10_000, vec![vm(300, 8, 290)]), given);
+    for (at, size, held) in [(10_100, 441, 441), (10_200, 456, 456), (10_300, 458, 457)] {
+        tick(&mut memory, &sample(at, vec![vm(size, 8, held)]));
+    }
+    tick(&mut memory, &sample(11_400, vec![vm(458, 200, 457)]));
+    assert_eq!(memory.vms[0].ledger.left_ms(Stamp(11_400)), None, "it has touched the most of it");
 }
