@@ -483,7 +483,7 @@ impl Attached {
             work: &mut self.work,
             devices: &mut self.devices,
             beat,
-            early: self.tracker.firmware.early(),
+            early_end: self.tracker.firmware.early_end(),
             found: None,
             faults: self.tracker.faults,
         })

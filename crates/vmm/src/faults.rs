@@ -52,6 +52,9 @@ faults! {
     no_self_test: "The kernel does not have to prove that it keeps protection.";
     late_wire: "Of several tripwires the first is not armed.";
     no_device_watch: "Tripwires stay where a device that pins memory may be opened.";
+    no_early: "What may be written before a tripwire is given back, too.";
+    zero_wire: "A tripwire is relied on although its page is zero.";
+    no_late_beat: "The challenge is written without a beat since the tripwires were armed.";
     no_flush: "What one pass found waits for a window of the next.";
 }
 

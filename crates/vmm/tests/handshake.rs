@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use ebb_core::units::Bytes;
+use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Answer, BLOCK_PAGES, Command, HugePages, Recycle, Refused};
 use ebb_vmm::faults::Faults;
 
@@ -272,6 +273,76 @@ fn memory_is_guarded_only_while_there_is_a_map() {
         status(&mut agent, false);
         std::thread::sleep(Duration::from_millis(100));
     }
+}
+
+/// The pages that the agent gave back of a guest with UEFI, before its tripwire and after it, where
+/// the page of the tripwire holds this; `None`: it stood aside.
+fn given_back_with_uefi(filled_with: u64, faults: Faults) -> Option<(usize, usize)> {
+    let guest = Guest::new(64, RamKind::Small);
+    guest.keeps(0x81_0000);
+    guest.write(0x810, filled_with);
+    let beats = guest.beating();
+    let mut agent = ebb_vmm::agent::Agent::new(faults);
+    let Command::Attach(attach) = guest.attach() else { unreachable!() };
+    let attach = ebb_core::wire::Attach { firmware: Firmware::Edk2, ..attach };
+    ask(&mut agent, Command::Attach(attach)).unwrap();
+    let works = ready(&mut agent, Duration::from_secs(if filled_with == 0 { 1 } else { 10 }));
+    let why = status(&mut agent, false).why.unwrap_or_default();
+    assert!(works || why.contains("0x810000 is zero"), "{why}");
+    let (before, after) = (FIRST..0x800, 0x820..0x1000);
+    guest.fill_and_free(FIRST, before.end - FIRST);
+    guest.fill_and_free(after.start, after.end - after.start);
+    let given = works.then(|| {
+        recycle(&mut agent, Recycle::default()).unwrap();
+        let gone = |pages: std::ops::Range<u64>| pages.filter(|p| !guest.holds(*p, !p)).count();
+        (gone(before), gone(after))
+    });
+    guest.stop.store(true, SeqCst);
+    beats.join().unwrap();
+    given
+}
+
+/// QEMU loads a snapshot from address 0 on, and does not write a page that is zero in it and in RAM.
+#[test]
+fn a_tripwire_of_uefi_is_no_page_of_zeros_and_nothing_before_it_is_given_back() {
+    assert_eq!(given_back_with_uefi(0, Faults::default()), None);
+    assert_eq!(given_back_with_uefi(7, Faults::default()), Some((0, 0x7e0)));
+    #[cfg(feature = "faults")]
+    {
+        let fault = |name| Faults::parse(name).unwrap();
+        assert!(given_back_with_uefi(0, fault("zero_wire")).is_some());
+        let all = Some((0x800 - FIRST as usize, 0x7e0));
+        assert_eq!(given_back_with_uefi(7, fault("no_early")), all);
+    }
+}
+
+/// Whether the agent writes its number to a header that has not beaten since the tripwires were
+/// armed: the guest was reset while RAM was registered.
+fn writes_to_what_is_gone(faults: Faults) -> bool {
+    let guest = Guest::new(64, RamKind::Small);
+    let mut agent = ebb_vmm::agent::Agent::new(faults);
+    ask(&mut agent, guest.attach()).unwrap();
+    let until = Instant::now() + Duration::from_secs(10);
+    while !guest.registered() {
+        assert!(Instant::now() < until);
+        guest.beat();
+        status(&mut agent, false);
+        std::thread::sleep(Duration::from_millis(3));
+    }
+    assert!(!ready(&mut agent, Duration::from_millis(300)));
+    let number = || guest.word(HEADER + 208).load(SeqCst);
+    let written = number() != 0;
+    guest.beat();
+    status(&mut agent, false);
+    assert!(number() != 0, "alive again, it is asked");
+    written
+}
+
+#[test]
+fn what_does_not_beat_once_the_tripwires_are_armed_is_not_written_to() {
+    assert!(!writes_to_what_is_gone(Faults::default()));
+    #[cfg(feature = "faults")]
+    assert!(writes_to_what_is_gone(Faults::parse("no_late_beat").unwrap()));
 }
 
 #[test]

@@ -93,8 +93,8 @@ pub struct Recycler<'a> {
     pub devices: &'a mut Devices,
     /// While vCPUs run: the last beat, and when it was new.
     pub beat: Option<(u64, Instant)>,
-    /// What is never given back: first address, and the first after it.
-    pub early: (u64, u64),
+    /// Nothing below this address is ever given back.
+    pub early_end: u64,
     /// A device was found that writes past the page tables.
     pub found: Option<String>,
     /// Steps left out, in test builds.
@@ -388,14 +388,14 @@ impl Recycler<'_> {
         found
     }
 
-    /// Clears the bits of pages that are never given back: those that firmware writes before it
-    /// writes to a tripwire, the tripwires, and [`BELOW_1M`].
+    /// Clears the bits of pages that are never given back: those that may be written before a
+    /// tripwire is, the tripwires, and [`BELOW_1M`].
     fn keep_usable(&self, page: &MapPage, bits: &mut Bits) {
-        let (first, end) = (self.early.0 / PAGE, self.early.1.div_ceil(PAGE));
+        let early = 0..if self.faults.no_early() { 0 } else { self.early_end.div_ceil(PAGE) };
         let wires = self.guard.wires();
         // Nor what lies so near to one that lifting it might lift the tripwire.
         let near = |pfn: u64| pfn.saturating_sub(GAP as u64)..=pfn + GAP as u64;
-        let kept = wires.iter().flat_map(|(gpa, _)| near(gpa / PAGE)).chain(first..end);
+        let kept = wires.iter().flat_map(|(gpa, _)| near(gpa / PAGE)).chain(early);
         let kept = kept.chain(BELOW_1M.into_iter().flatten());
         for pfn in kept.filter(|pfn| (page.pfn..page.pfn + abi::MAP_PFNS).contains(pfn)) {
             let at = (pfn - page.pfn) as usize;

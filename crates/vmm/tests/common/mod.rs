@@ -125,6 +125,12 @@ impl Guest {
         self.put32(h + 128, 2);
     }
 
+    /// Its module reports that its kernel does not write to the page at this address.
+    pub fn keeps(&self, gpa: u64) {
+        self.word(HEADER + 112).store(gpa, SeqCst);
+        self.write_header();
+    }
+
     /// Whether the kernel guards its memory for a userfaultfd, by smaps.
     pub fn registered(&self) -> bool {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
