@@ -21,7 +21,7 @@ pub struct BalloonSample {
     pub beyond_balloon: Bytes,
     /// `free-page-reporting` of the device.
     pub reporting: Option<bool>,
-    /// `deflate-on-oom` of the device.
+    /// `deflate-on-oom` of the device; `None`: not told yet.
     pub deflate_on_oom: Option<bool>,
     /// The guest's last statistics; `None` before the first.
     pub guest: Option<GuestStats>,
@@ -30,7 +30,12 @@ pub struct BalloonSample {
 impl BalloonSample {
     /// Whether the guest's driver deflates its balloon before the guest runs out of memory.
     pub fn deflates_on_oom(&self) -> bool {
-        self.deflate_on_oom == Some(true) && !self.guest.is_some_and(|g| g.is_windows)
+        self.deflate_on_oom == Some(true) && self.may_deflate()
+    }
+
+    /// The same as far as is known.
+    pub fn may_deflate(&self) -> bool {
+        self.deflate_on_oom != Some(false) && !self.guest.is_some_and(|g| g.is_windows)
     }
 }
 

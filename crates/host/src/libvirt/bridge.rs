@@ -116,9 +116,10 @@ impl Bridge {
     }
 
     /// When statistics of all domains are to be asked for. Where the last ones left a question
-    /// open, libvirt cannot ask QEMU now: some time later.
+    /// open, libvirt cannot ask QEMU now: some time later. They also tell when a domain is held up
+    /// no longer, which every question waits for.
     pub fn bulk_at(&self) -> Option<Instant> {
-        let open = self.questions.iter().filter(|q| q.need.is_bulk());
+        let open = self.questions.iter().filter(|q| q.need.is_bulk() || self.held_up);
         let tried = |q: &Question| self.tried.filter(|at| *at + TOGETHER >= q.at);
         open.map(|q| tried(q).map_or(q.at, |at| at + TRIED_EVERY)).min()
     }

@@ -59,6 +59,9 @@ impl Vm {
             Err(e) if !matches!(e, QmpError::Command { .. }) => return,
             // Properties that an old QEMU does not have.
             Err(_) if matches!(query, Query::Migrate | Query::DeflateOnOom | Query::Reporting) => {
+                if query == Query::DeflateOnOom {
+                    self.deflate_on_oom = Some(false);
+                }
                 return;
             }
             Err(e) => {

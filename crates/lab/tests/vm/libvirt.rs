@@ -23,6 +23,8 @@ use crate::{of, signal};
 
 /// What a guest does may take long beside other VMs.
 const PATIENCE: Duration = Duration::from_secs(180);
+/// Sooner than the daemon gives up a connection that owes it an answer (60 s).
+const BEFORE_GIVEN_UP: Duration = Duration::from_secs(40);
 const RAM: Bytes = Bytes::mib(512);
 /// More than is left of a guest that was squeezed.
 const HOG: &str = "size=314572800 pattern=random seed=1";
@@ -93,7 +95,21 @@ fn size(libvirtd: &Libvirtd, name: &str) -> Bytes {
 
 fn wait_size(libvirtd: &Libvirtd, name: &str, is: impl Fn(Bytes) -> bool) {
     let there = |l: &Libvirtd| is(size(l, name));
-    libvirtd.wait(&format!("the size of {name}"), there).unwrap();
+    if let Err(e) = libvirtd.wait(&format!("the size of {name}"), there) {
+        panic!("{} has {}: {e}", name, size(libvirtd, name));
+    }
+}
+
+/// Ebb ends and returns to each domain all its memory.
+fn wait_whole(libvirtd: &Libvirtd, daemon: Daemon, names: &[&str]) {
+    let (code, log) = daemon.end();
+    assert_eq!(code, Some(0), "{log}");
+    for name in names {
+        let whole = |l: &Libvirtd| size(l, name) == RAM;
+        if let Err(e) = libvirtd.wait(&format!("the size of {name}"), whole) {
+            panic!("{name} has {}: {e}\n{log}", size(libvirtd, name));
+        }
+    }
 }
 
 /// Has Ebb take its idle memory until libvirt, too, has QEMU tell that its balloon is no larger
@@ -134,8 +150,7 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     let theirs = daemon.vm("alien").unwrap();
     assert!(theirs["link"]["why"].as_str().unwrap().contains("not managed"), "{theirs}");
     assert!(!asks_for_statistics(&libvirtd, "alien"), "nothing is set there");
-    assert!(daemon.stop());
-    wait_size(&libvirtd, "tame", |b| b == RAM);
+    wait_whole(&libvirtd, daemon, &["tame"]);
     assert!(!asks_for_statistics(&libvirtd, "tame"), "the interval is as it was");
     // What its guest needs it is given back at once.
     let daemon = start(&libvirtd, dir.path(), &["tame"]);
@@ -203,8 +218,7 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     signal(libvirtd.pid(), Signal::CONT);
     let names = ["hit", "spared"];
     names.iter().for_each(|name| wait_up(&daemon, name));
-    assert!(daemon.stop());
-    names.iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
+    wait_whole(&libvirtd, daemon, &names);
 }
 
 /// `virsh dump` into a FIFO without a reader: libvirt keeps the domain locked.
@@ -226,7 +240,7 @@ fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
             daemon.wait_for_vm("locked", "a link that is down", PATIENCE, down)?;
             one.tool().start_ready("hog", "hold", HOG, PATIENCE)?;
             let given = |vm: &Value| vm["actual"].as_u64() > Some(Bytes::mib(330).0);
-            Ok(daemon.wait_for_vm("free", "what the guest needs", PATIENCE, given)?)
+            Ok(daemon.wait_for_vm("free", "what the guest needs", BEFORE_GIVEN_UP, given)?)
         };
         let helped = helped();
         // A reader that goes at once ends the dump.
@@ -235,8 +249,7 @@ fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
         helped.unwrap();
     });
     wait_up(&daemon, "locked");
-    assert!(daemon.stop());
-    ["free", "locked"].iter().for_each(|name| wait_size(&libvirtd, name, |b| b == RAM));
+    wait_whole(&libvirtd, daemon, &["free", "locked"]);
 }
 
 #[test]

@@ -102,6 +102,21 @@ fn what_a_guest_deflates_later_ends_no_operators_ten_minutes() {
     assert!(left(&memory, 62).is_some_and(|ms| ms < 550_000), "of the operator's move");
 }
 
+/// On a new connection QEMU has told the size, and not yet what its balloon does.
+#[test]
+fn what_a_guest_deflates_before_qemu_tells_that_it_may_stays_owed() {
+    for deflates in [None, Some(true), Some(false)] {
+        let mut memory = taken_to(500, &|| vm(500, 20, 490), 10);
+        for (s, size) in [(11, 540), (12, 580), (13, 580), (14, 580)] {
+            let mut its = aged(size, 20, size - 10, (s - 10) * 1000);
+            its.balloon.as_mut().unwrap().deflate_on_oom = deflates;
+            tick(&mut memory, &sample(s * 1000, vec![its]));
+        }
+        let owed = memory.vms[0].ledger.owed(Bytes::mib(1024), Bytes::mib(580));
+        assert_eq!(owed, Bytes::mib(if deflates == Some(false) { 0 } else { 444 }), "{deflates:?}");
+    }
+}
+
 /// `/proc` tells each tick what a process holds, QEMU only tells the size when it answers.
 #[test]
 fn what_a_guest_touched_while_qemu_did_not_answer_counts_as_touched() {

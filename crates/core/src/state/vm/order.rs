@@ -220,7 +220,7 @@ impl VmMemory {
         // As large as it was with the RAM of now: what is plugged, no balloon gave up.
         let was = self.ledger.seen.map_or(actual, |(_, held)| ram - held);
         self.grew_to = self.grew_to.filter(|_| !plugged);
-        let deflates = vm.balloon.as_ref().is_some_and(|b| b.deflates_on_oom());
+        let deflates = vm.balloon.as_ref().is_some_and(|b| b.may_deflate());
         let moved = self.ledger.observe(at, (ram, actual), deflates, boots);
         if moved == Move::Foreign || self.ledger.suspect {
             self.strayed = Some(at);

@@ -63,6 +63,22 @@ fn numbers(current: u64) -> Numbers {
     all.map(|(name, n)| (name.to_string(), n)).into()
 }
 
+/// No call is made for a domain that was held up, and only statistics tell that it is not any more.
+#[test]
+fn statistics_are_asked_for_again_while_a_domain_that_is_held_up_has_a_question() {
+    let start = Instant::now();
+    let mut b = greeted_at(false, start);
+    let ms = |n| start + Duration::from_millis(n);
+    tell(&mut b, &[ask(1, "query-status"), ask(2, "query-balloon")], ms(10));
+    b.heard_stats(ms(11), [("state.state".to_string(), 1)].into(), ms(12));
+    b.tried = Some(ms(11));
+    assert_eq!(said(&mut b).len(), 1, "only how it runs is known");
+    assert!(!b.has_call());
+    assert_eq!(b.bulk_at(), Some(ms(11) + TRIED_EVERY));
+    b.heard_stats(ms(600), numbers(512), ms(601));
+    assert!(b.has_call() && b.bulk_at().is_none());
+}
+
 #[test]
 fn questions_of_a_tick_are_answered_by_one_look_at_all_domains() {
     let now = Instant::now();

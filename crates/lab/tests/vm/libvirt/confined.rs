@@ -4,7 +4,7 @@
 use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::libvirt::{Kind, Libvirtd};
 
-use super::{BALLOON, HOG, PATIENCE, RAM, start, wait_size, wait_vm};
+use super::{BALLOON, HOG, PATIENCE, RAM, start, wait_vm, wait_whole};
 use crate::MINUTE;
 
 #[test]
@@ -36,6 +36,5 @@ fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {
     daemon.reclaim_vm("confined").unwrap();
     assert_eq!(checked.u64("errors"), 0, "{checked:?}");
     assert!(checked.u64("checks") > 0, "{checked:?}");
-    assert!(daemon.stop());
-    wait_size(&libvirtd, "confined", |b| b == RAM);
+    wait_whole(&libvirtd, daemon, &["confined"]);
 }

@@ -8,7 +8,7 @@ use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Kind, Libvirtd};
 
-use super::{RAM, boot, size, wait_size, wait_up, wait_vm};
+use super::{boot, size, wait_up, wait_vm, wait_whole};
 use crate::of;
 
 #[test]
@@ -32,6 +32,5 @@ fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {
     wait_vm(&daemon, "pod", "a suspended domain", |vm| vm["run"] == "paused");
     libvirtd.virsh(&["resume", "pod"]).unwrap();
     wait_up(&daemon, "pod");
-    assert!(daemon.stop());
-    wait_size(&libvirtd, "pod", |b| b == RAM);
+    wait_whole(&libvirtd, daemon, &["pod"]);
 }

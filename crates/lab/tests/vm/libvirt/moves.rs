@@ -11,7 +11,8 @@ use ebb_lab::libvirt::{Domain, Libvirtd};
 use serde_json::Value;
 
 use super::{
-    BALLOON, PATIENCE, RAM, boot, size, start, wait_gone, wait_size, wait_up, wait_vm, watched,
+    BALLOON, PATIENCE, RAM, boot, size, start, wait_gone, wait_size, wait_up, wait_vm, wait_whole,
+    watched,
 };
 
 const SMALL: Bytes = Bytes::mib(300);
@@ -62,8 +63,7 @@ fn vm_a_domain_that_is_renamed_is_owed_nothing_and_followed_by_its_new_name() {
     wait_up(&daemon, "after");
     assert_eq!(size(&libvirtd, "after"), RAM);
     daemon.squeeze("after", SMALL).unwrap();
-    assert!(daemon.stop());
-    wait_size(&libvirtd, "after", |b| b == RAM);
+    wait_whole(&libvirtd, daemon, &["after"]);
 }
 
 #[test]
@@ -79,8 +79,7 @@ fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
     wait_up(&daemon, "kept");
     assert_ne!(daemon.vm("kept").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
     wait_owed(&daemon, "kept");
-    assert!(daemon.stop());
-    wait_size(&libvirtd, "kept", |b| b == RAM);
+    wait_whole(&libvirtd, daemon, &["kept"]);
     check_data(&libvirtd, "kept");
 }
 
@@ -114,8 +113,7 @@ fn vm_a_domain_that_is_reverted_to_a_snapshot_has_its_memory() {
     let daemon = start(&libvirtd, dir.path(), &["snap"]);
     wait_up(&daemon, "snap");
     wait_owed(&daemon, "snap");
-    assert!(daemon.stop());
-    wait_size(&libvirtd, "snap", |b| b == RAM);
+    wait_whole(&libvirtd, daemon, &["snap"]);
     check_data(&libvirtd, "snap");
 }
 

@@ -44,6 +44,5 @@ fn vm_virtio_mem_is_plugged_while_a_domain_is_owed_memory_and_it_is_given_back()
     let any = looked_at(RAM + plugged, RAM + plugged);
     wait_vm(&daemon, "grown", "plugged memory", any);
     squeeze_balloon(&libvirtd, &daemon, "grown", Bytes::mib(330));
-    assert!(daemon.stop());
-    wait_size(&libvirtd, "grown", |b| b == RAM);
+    wait_whole(&libvirtd, daemon, &["grown"]);
 }

@@ -11,7 +11,7 @@ use ebb_lab::libvirt::{Kind, Libvirtd, USER};
 use serde_json::Value;
 
 use super::{
-    BALLOON, PATIENCE, RAM, asks_for_statistics, squeeze_balloon, start_with, wait_size, wait_up,
+    BALLOON, PATIENCE, RAM, asks_for_statistics, squeeze_balloon, start_with, wait_up, wait_whole,
 };
 
 #[test]
@@ -38,8 +38,7 @@ fn vm_a_domain_of_a_users_session_is_ballooned_and_sets_nothing() {
     assert!(!xml.contains("urn:ebb:balloon:1"), "no note in a user's domain: {xml}");
     libvirtd.kill_and_start().unwrap();
     wait_up(&daemon, "mine");
-    assert!(daemon.stop());
-    wait_size(&libvirtd, "mine", |b| b == RAM);
+    wait_whole(&libvirtd, daemon, &["mine"]);
     assert!(!asks_for_statistics(&libvirtd, "mine"), "the interval is as it was");
 
     // A socket in its place that another user serves, as a link to the system's is.
