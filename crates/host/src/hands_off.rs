@@ -78,12 +78,18 @@ impl HandsOffs {
 
     /// Forgets VMs that have ended, and requests whose time is up.
     pub fn keep(&mut self, now: Stamp, is_there: impl Fn(&VmId) -> bool) {
-        let before = self.until.len();
+        let before = (self.until.len(), self.is_unknown());
         self.until.retain(|vm, until| *until > now && is_there(vm));
-        if self.until.len() < before {
+        self.unknown.take_if(|(until, _)| *until <= now);
+        if (self.until.len(), self.is_unknown()) != before {
             // What is left in the file is past anyhow.
             let _ = self.write();
         }
+    }
+
+    /// Whether all VMs are left alone, because it is not known which are to be.
+    pub fn is_unknown(&self) -> bool {
+        self.unknown.is_some()
     }
 
     /// How much longer this VM is left alone, ms.
@@ -133,6 +139,9 @@ mod tests {
         let (next, _) = HandsOffs::load(file.clone(), Stamp(3000));
         assert_eq!(next.left_ms(vm(5), Stamp(3000)), None);
         assert!(next.left_ms(vm(6), Stamp(3000)).is_some(), "a new start changes nothing");
+        damaged.keep(Stamp(UNKNOWN_MS + 1000), |_| true);
+        assert!(!damaged.is_unknown(), "it has come to its end, also in the file");
+        assert!(!HandsOffs::load(file.clone(), Stamp(3000)).0.is_unknown());
         // The machine has been started anew since: its clock began again.
         let text = format!(
             r#"{{"until":[[{{"pid":1,"start":7}},{0}]],"unknown":[{0},[]]}}"#,

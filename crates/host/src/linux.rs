@@ -239,8 +239,8 @@ impl LinuxHost {
             self.vms.get_mut(id).into_iter().for_each(|vm| vm.hurry(started));
         }
         problems.extend(self.scan_problems.iter().cloned());
-        let unread = self.unread.iter().map(|why| problem(None, "hands-off".into(), why.clone()));
-        problems.extend(unread);
+        let unread = self.unread.iter().filter(|_| self.hands_off.is_unknown());
+        problems.extend(unread.map(|why| problem(None, "hands-off".into(), why.clone())));
         self.limits.sample(&self.options.root, started, &mut host, &mut problems);
         self.query(started, at);
         self.keep_intervals();

@@ -138,6 +138,8 @@ pub(crate) struct Vm {
     /// Seconds between QEMU's questions to the guest.
     interval_s: u64,
     pub client: Option<Client>,
+    /// When that was begun.
+    adopted: Option<Instant>,
     pub agent: Option<AgentLink>,
     /// Opening its RAM to KSM, or closing it.
     pub merging: MergeLink,
@@ -379,7 +381,7 @@ impl Vm {
     }
 
     fn balloon(&mut self, at: Stamp, wall_ms: u64) -> Option<BalloonSample> {
-        let actual = self.size()?;
+        let actual = self.device.as_ref().and_then(|_| self.size())?;
         let new = std::mem::take(&mut self.answers.actual_new);
         let since = self.answers.actual_at.map_or(Duration::ZERO, |at| at.elapsed());
         // An answer of an earlier tick is never taken for one of this.

@@ -30,12 +30,12 @@ pub struct BalloonSample {
 impl BalloonSample {
     /// Whether the guest's driver deflates its balloon before the guest runs out of memory.
     pub fn deflates_on_oom(&self) -> bool {
-        self.deflate_on_oom == Some(true) && self.may_deflate()
+        self.deflate_on_oom == Some(true) && !self.guest.is_some_and(|g| g.is_windows)
     }
 
-    /// The same as far as is known.
+    /// The same as far as is known. Whether a guest is Windows is told by its statistics.
     pub fn may_deflate(&self) -> bool {
-        self.deflate_on_oom != Some(false) && !self.guest.is_some_and(|g| g.is_windows)
+        self.deflate_on_oom != Some(false)
     }
 }
 

@@ -76,6 +76,8 @@ pub(super) struct Bridge {
     /// libvirt told only the domain's state: another call on the domain is under way, or its QEMU
     /// hangs.
     held_up: bool,
+    /// When a call that takes the domain's job was last answered.
+    called: Option<Instant>,
     memory: Option<Instant>,
     job: Option<(Instant, bool)>,
     moved: Option<Instant>,
@@ -243,6 +245,14 @@ impl Bridge {
     }
 
     pub fn answered(&mut self, purpose: Purpose, result: Result<Vec<u8>, Refused>, now: Instant) {
+        let takes_job = !matches!(purpose, Purpose::LookUp | Purpose::Describe);
+        if takes_job && result.is_ok() {
+            self.called = Some(now);
+            // It was this call that held the domain up.
+            if std::mem::take(&mut self.held_up) {
+                self.tried = None;
+            }
+        }
         match self.take(purpose, result, now) {
             Ok(()) => self.settle(now),
             Err(why) => self.over = Some(why),
@@ -265,8 +275,7 @@ impl Bridge {
                 (self.balloon, self.virtio_mem) = (balloon, virtio_mem);
                 self.described = Some(now);
                 if virtio_mem.is_some() {
-                    let sizes = self.questions.iter_mut().filter(|q| q.is_of_balloon());
-                    sizes.for_each(|q| q.need = Need::Memory);
+                    self.ask_qemu_for_balloon();
                 }
                 if !self.greeted {
                     self.greeted = true;
@@ -305,7 +314,9 @@ impl Bridge {
             }
             (Purpose::Memory(_), Err(e)) => self.refuse_all(Need::Memory, &e.message),
             (Purpose::Job(_), Err(e)) => self.refuse_all(Need::Job, &e.message),
-            (Purpose::Order(id) | Purpose::Period(id, _) | Purpose::Monitor(id), Err(e)) => {
+            (Purpose::Order(id), Err(e)) => self.refuse_orders(&id, &e.message),
+            (Purpose::Period(id, _) | Purpose::Monitor(id), Err(e)) => {
+                self.is_quick = false;
                 self.refused(&id, &e.message);
             }
         }
@@ -313,9 +324,12 @@ impl Bridge {
     }
 
     /// Statistics of all domains were asked for at `asked`; `numbers` are this domain's. If it is
-    /// held up, only its state is taken, because the rest does not come from QEMU.
+    /// held up, only its state is taken, because the rest does not come from QEMU. Where a call of
+    /// Ebb's own held it up, and has ended since, they are asked for again at once.
     pub fn heard_stats(&mut self, asked: Instant, numbers: Numbers, now: Instant) {
         self.held_up = !numbers.contains_key(ASKED_QEMU);
+        self.tried = Some(asked);
+        let ended = self.held_up && self.called.is_some_and(|at| at >= asked);
         self.state = Some(asked);
         let moves = self.asks_qemu(asked);
         let current = numbers.get("balloon.current").copied();
@@ -340,7 +354,20 @@ impl Bridge {
         if !self.held_up {
             self.bulk = Some(asked);
         }
+        // What is known of a balloon that moves is older than the question.
+        if moves && !self.held_up {
+            self.ask_qemu_for_balloon();
+        }
+        if ended {
+            (self.held_up, self.tried) = (false, None);
+        }
         self.settle(now);
+    }
+
+    /// Has QEMU itself answer what was asked of the balloon.
+    fn ask_qemu_for_balloon(&mut self) {
+        let of_balloon = self.questions.iter_mut().filter(|q| q.is_of_balloon());
+        of_balloon.for_each(|q| q.need = Need::Memory);
     }
 
     /// Forgets what the guest has told: libvirt leaves out what a guest does not tell any more.
@@ -400,7 +427,7 @@ impl Bridge {
                 Need::State => since(self.state),
                 Need::Bulk => since(self.bulk) && self.described.is_some(),
                 Need::Memory => since(self.memory),
-                Need::Job => self.job.is_some_and(|(at, _)| now - at < JOB_EVERY),
+                Need::Job => self.job.is_some_and(|(at, _)| at >= q.at || now - at < JOB_EVERY),
                 Need::DescriptionNow => since(self.described),
                 Need::Description => self.described.is_some_and(|at| now - at < DESCRIBED_FOR),
             }
@@ -410,6 +437,19 @@ impl Bridge {
             match self.answer(&q.command) {
                 Ok(value) => self.done(&q.id, value),
                 Err(why) => self.refused(&q.id, &why),
+            }
+        }
+    }
+
+    /// libvirt has refused an order. Those that wait would be held as long, one after the other; Ebb
+    /// decides anew, and libvirt is asked for the domain's job before.
+    fn refuse_orders(&mut self, id: &Value, why: &str) {
+        self.job = None;
+        self.refused(id, why);
+        for call in std::mem::take(&mut self.orders) {
+            match call.0 {
+                Purpose::Order(id) => self.refused(&id, why),
+                _ => self.orders.push_back(call),
             }
         }
     }

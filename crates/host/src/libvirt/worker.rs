@@ -233,10 +233,10 @@ impl Client {
         let domain = self.bridge.domain.as_ref();
         let its =
             |(d, _): &&(Domain, Numbers)| domain.is_some_and(|i| (i.uuid, i.id) == (d.uuid, d.id));
-        if let Some((_, numbers)) = stats.iter().find(its) {
-            self.bridge.heard_stats(asked, numbers.clone(), now);
+        match stats.iter().find(its) {
+            Some((_, numbers)) => self.bridge.heard_stats(asked, numbers.clone(), now),
+            None => self.bridge.tried = Some(asked),
         }
-        self.bridge.tried = Some(asked);
     }
 }
 

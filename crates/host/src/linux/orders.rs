@@ -80,9 +80,13 @@ impl LinuxHost {
                     vm.answered(command, false);
                     Err(ActError::Lost(e.to_string()))
                 }
-                Some(answer) => {
-                    vm.answered(command, answer.is_ok());
-                    Ok(answer.map(drop)?)
+                Some(Err(e)) => {
+                    vm.not_sent(command);
+                    Err(e.into())
+                }
+                Some(Ok(_)) => {
+                    vm.answered(command, true);
+                    Ok(())
                 }
                 // Nothing is carried out late: the next tick decides anew.
                 None if vm.take_back(command) => {

@@ -27,9 +27,11 @@ impl LinuxHost {
         // From here: what reading took is not QEMU's doing.
         let deadline = Instant::now() + self.options.deadline;
         self.hear_vms(|_| true, deadline);
-        for (_, vm) in self.vms.iter_mut().filter(|(id, _)| self.owed.contains(id)) {
+        let owed = &self.owed;
+        let told = |(id, vm): &(&VmId, &mut Vm)| owed.contains(id) || vm.ordered.is_some();
+        for (_, vm) in self.vms.iter_mut().filter(told) {
             if vm.access.hands_off_ms.is_some() && !vm.access.look_only {
-                vm.withdraw();
+                vm.withdraw(started);
             }
         }
         self.query_agents(started, deadline);

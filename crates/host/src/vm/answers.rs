@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::questions::BALLOON_CHANGE;
 use super::{DETAILS, Kick, Query, Vm};
-use crate::qmp::QmpError;
+use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
 /// Most events kept between two samples; the oldest go.
@@ -59,7 +59,9 @@ impl Vm {
             Err(e) if !matches!(e, QmpError::Command { .. }) => return,
             // Properties that an old QEMU does not have.
             Err(_) if matches!(query, Query::Migrate | Query::DeflateOnOom | Query::Reporting) => {
-                if query == Query::DeflateOnOom {
+                // libvirt may only have been busy.
+                let direct = self.client.as_ref().is_some_and(Client::is_direct);
+                if query == Query::DeflateOnOom && direct {
                     self.deflate_on_oom = Some(false);
                 }
                 return;
@@ -112,6 +114,15 @@ impl Vm {
     /// What its guest has said does not hold any more.
     pub(super) fn forget_stats(&mut self) {
         (self.heard, self.kick, self.spoke) = (Heard::default(), Kick::Unknown, false);
+    }
+
+    /// Its balloon was unplugged, or is another: nothing that was told of it holds any more.
+    fn forget_balloon(&mut self) {
+        (self.deflate_on_oom, self.stats_new) = (None, None);
+        (self.answers.actual, self.answers.actual_at) = (None, None);
+        (self.answers.guest, self.answers.actual_new) = (None, false);
+        (self.actual, self.ordered) = (None, None);
+        self.forget_stats();
     }
 
     /// The size that is known is the one that it has now.
@@ -186,6 +197,9 @@ impl Vm {
                 self.found = if i == 0 { found } else { self.found.take().or(found) };
                 self.looked |= i + 1 == DEVICE_FOLDERS.len();
                 if i + 1 == DEVICE_FOLDERS.len() && self.found != self.device {
+                    if self.device.is_some() {
+                        self.forget_balloon();
+                    }
                     self.reporting = None;
                     self.device = self.found.take();
                     self.owed = DETAILS.to_vec();

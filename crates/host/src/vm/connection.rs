@@ -20,6 +20,8 @@ pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Durati
 const NOT_MANAGED: &str = "it is not managed, so it is not connected to";
 /// A shared socket where Ebb is not served for this time is left for another one, if there is one.
 const TURN_AWAY: Duration = Duration::from_secs(5);
+/// So long after Ebb began to use a shared socket it tries its own again, if it has one.
+const OWN_AGAIN: Duration = Duration::from_secs(600);
 /// A shared socket is not visited for questions more often than this, milliseconds.
 const VISIT_EVERY_MS: u64 = 200;
 
@@ -30,14 +32,19 @@ impl Vm {
         client.path().to_str().map(str::to_owned)
     }
 
-    /// The sockets that may be connected to, or why there is none.
+    /// The sockets that may be connected to, or why there is none. The one over which something
+    /// was taken that is still owed comes first: its path may lead to this QEMU no more.
     fn sockets(&self) -> Result<Vec<PathBuf>, String> {
         if !self.is_reached() {
             return Err(NOT_MANAGED.into());
         }
-        if let Some(path) = &self.owed_at {
-            return Ok(vec![path.clone()]);
-        }
+        let usable = self.usable_sockets();
+        let Some(first) = &self.owed_at else { return usable };
+        let others = usable.unwrap_or_default().into_iter().filter(|path| path != first);
+        Ok(std::iter::once(first.clone()).chain(others).collect())
+    }
+
+    fn usable_sockets(&self) -> Result<Vec<PathBuf>, String> {
         let paths = match &self.process.args.qmp {
             QmpAddress::Paths(paths) => paths,
             QmpAddress::None { why } => return Err(why.clone()),
@@ -116,7 +123,7 @@ impl Vm {
     /// Uses a connection from its beginning.
     pub fn adopt(&mut self, client: Client) {
         self.forget_connection();
-        self.client = Some(client);
+        (self.client, self.adopted) = (Some(client), Some(Instant::now()));
     }
 
     /// The connection, if commands are served promptly.
@@ -161,21 +168,17 @@ impl Vm {
             Err(why) if self.access.managed => why,
             _ => self.no_way.clone().unwrap_or_else(|| NOT_MANAGED.into()),
         };
-        let at_once = self.client.as_ref().is_some_and(|c| c.is_direct() && !c.is_shared());
-        if !at_once {
-            // The tick speaks with all VMs together, so the answer comes after it.
-            if let (Some(client), Some(command)) = (&mut self.client, self.restoring)
-                && client.protocol.is_pending(command)
-            {
-                return true;
-            }
-            self.restoring.take().into_iter().for_each(|command| self.restored_interval(command));
-            if self.is_not_restored() {
-                self.restoring = self.restore_interval();
-                return true;
-            }
-        } else if let Some(command) = self.restore_interval() {
-            self.restored_interval(command);
+        // The tick speaks with all VMs together, so the answer comes after it. QEMU does not carry
+        // out what it has not read when the connection is closed.
+        if let (Some(client), Some(command)) = (&mut self.client, self.restoring)
+            && client.protocol.is_pending(command)
+        {
+            return true;
+        }
+        self.restoring.take().into_iter().for_each(|command| self.restored_interval(command));
+        if self.is_not_restored() {
+            self.restoring = self.restore_interval();
+            return true;
         }
         if self.client.is_some() {
             self.forget_connection();
@@ -196,15 +199,22 @@ impl Vm {
         (self.looked_up, self.stats_new, self.ran_asked) = (None, None, None);
     }
 
-    /// Turns to its next socket where the manager of this one stays connected.
+    /// Turns to its next socket where the manager of this one stays connected, and back to one of
+    /// Ebb's own after a while: that may be served again.
     pub(super) fn turn_away(&mut self, now: Instant) {
-        let missed = self.client.as_ref().and_then(Client::missed);
-        let long =
-            missed.is_some_and(|(since, _)| now.saturating_duration_since(*since) > TURN_AWAY);
-        if long && self.sockets().is_ok_and(|paths| paths.len() > 1) {
+        let Some(client) = self.client.as_ref().filter(|c| c.is_shared()) else { return };
+        let passed = |since: Instant, most| now.saturating_duration_since(since) > most;
+        let long = client.missed().is_some_and(|(since, _)| passed(*since, TURN_AWAY));
+        let old = self.orders.is_empty() && self.adopted.is_some_and(|at| passed(at, OWN_AGAIN));
+        let Ok(paths) = self.sockets() else { return };
+        if old && self.kind(&paths[0]) == SocketKind::Own {
+            self.turn = 0;
+        } else if long && paths.len() > 1 {
             self.turn += 1;
-            self.forget_connection();
+        } else {
+            return;
         }
+        self.forget_connection();
     }
 
     pub(super) fn connect(&mut self) {
@@ -254,7 +264,8 @@ impl Vm {
         }
         self.take_events();
         self.down = self.link();
-        if matches!(self.down, Link::Taken(_)) {
+        // Another client has it, nobody serves it, or it is another process's.
+        if !self.ready {
             self.turn += 1;
         }
         self.forget_connection();

@@ -1,6 +1,8 @@
 //! What QEMU is told to do with a VM's balloon and its statistics, and which order is in force
 //! while it has not answered.
 
+use std::time::Instant;
+
 use ebb_core::sample::Link;
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::json;
@@ -56,7 +58,7 @@ impl Vm {
         }
     }
 
-    /// The order was not sent: what was in force before it is so now.
+    /// The order was not sent, or refused: what was in force before it is so now.
     pub fn not_sent(&mut self, command: u64) {
         let Some(at) = self.orders.iter().position(|o| o.command == command) else { return };
         let before = self.orders.remove(at).before;
@@ -86,7 +88,7 @@ impl Vm {
         for (command, to) in orders {
             let Some(client) = &mut self.client else { return };
             match client.take_reply(command) {
-                Some(Err(QmpError::Busy(..))) => self.not_sent(command),
+                Some(Err(QmpError::Busy(..) | QmpError::Command { .. })) => self.not_sent(command),
                 Some(answer) => {
                     self.done_late = answer.is_ok().then_some(to);
                     self.answered(command, answer.is_ok());
@@ -96,11 +98,14 @@ impl Vm {
         }
     }
 
-    /// Ends an order to shrink that an earlier daemon may have left behind, or that was on its
-    /// way when the connection ended: QEMU does not tell what its balloon is to come to.
-    pub fn withdraw(&mut self) {
+    /// Ends an order to shrink that an earlier daemon may have left behind, that was on its way
+    /// when the connection ended, or that the balloon does not follow: QEMU does not tell what its
+    /// balloon is to come to. One that moves may follow another's order.
+    pub fn withdraw(&mut self, now: Instant) {
         let Some(size) = self.size().filter(|_| self.slow_since.is_none()) else { return };
-        if self.loose
+        let open =
+            self.ordered.is_some_and(|to| to + Bytes::mib(1) <= size) && !self.has_moved(now);
+        if (self.loose || open)
             && self.orders.is_empty()
             && self.device.is_some()
             && let Ok(command) = self.order(size, true)
@@ -114,7 +119,7 @@ impl Vm {
     pub fn shrinks(&self, owed: bool) -> bool {
         let below = |o: Bytes| self.actual.is_some_and(|a| o + Bytes::mib(1) <= a);
         let no_balloon = self.ready && self.looked && self.device.is_none();
-        self.ordered.is_some_and(below) || owed && self.loose && !no_balloon
+        !no_balloon && (self.ordered.is_some_and(below) || owed && self.loose)
     }
 
     /// Has QEMU ask the guest for statistics as often as before; the command.
@@ -129,7 +134,7 @@ impl Vm {
         Some(command)
     }
 
-    /// That was answered, or QEMU itself has it: one that is slow does it later.
+    /// That was answered, or is still to be done.
     pub fn restored_interval(&mut self, command: u64) {
         let Some(client) = &mut self.client else { return };
         match client.take_reply(command) {
@@ -142,7 +147,6 @@ impl Vm {
                     self.answers.problems.push(("qmp guest-stats".into(), e.to_string()));
                 }
             }
-            None if client.is_direct() && !client.is_shared() => self.interval_was = None,
             Some(Err(_)) | None => {}
         }
     }
@@ -165,10 +169,9 @@ impl Vm {
         }
     }
 
-    /// Whether that is still to be done, where QEMU does not have it as soon as it is sent.
+    /// Whether that is still to be done, and may be done.
     pub fn is_not_restored(&self) -> bool {
-        let late = |c: &Client| (c.is_shared() || !c.is_direct()) && c.takes_late();
-        let reached = self.client.as_ref().is_some_and(late);
+        let reached = self.client.as_ref().is_some_and(Client::takes_late);
         reached && self.device.is_some() && self.interval_was.is_some()
     }
 

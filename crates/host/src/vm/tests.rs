@@ -1,5 +1,6 @@
 //! One VM against a scripted QEMU.
 
+mod lost;
 pub(crate) mod shared;
 
 use std::io::{BufRead, BufReader, Write};
@@ -161,6 +162,10 @@ struct Like {
     plugged: [u64; 3],
     /// The last order.
     ordered: u64,
+    /// How often it asks its guest, as it was set.
+    interval: u64,
+    /// Its balloon is gone.
+    unplugged: bool,
     /// What its guest has said that it has free.
     free: Option<u64>,
     asked: usize,
@@ -195,7 +200,12 @@ fn qemu_like(listener: UnixListener, like: Arc<Mutex<Like>>) -> UnixStream {
                     like.ordered = asked["arguments"]["value"].as_u64().unwrap() >> 20;
                     json!({})
                 }
+                "qom-list" if like.unplugged => json!([]),
                 "qom-list" => json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }]),
+                "qom-set" => {
+                    like.interval = asked["arguments"]["value"].as_u64().unwrap();
+                    json!({})
+                }
                 "query-balloon" => {
                     like.asked_size += 1;
                     json!({ "actual": (like.ram_mib + like.plugged[0]) << 20 })
@@ -489,7 +499,7 @@ fn an_order_of_an_earlier_daemon_or_connection_is_withdrawn() {
     let peer = balloons(&listener, orders.clone(), goes_on);
     let mut vm = vm(path);
     let withdrawn = |vm: &mut Vm| {
-        vm.withdraw();
+        vm.withdraw(Instant::now());
         !vm.shrinks(true)
     };
     assert!(vm.shrinks(true) && !vm.shrinks(false), "only of one that is owed something");

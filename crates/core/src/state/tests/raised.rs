@@ -105,11 +105,14 @@ fn what_a_guest_deflates_later_ends_no_operators_ten_minutes() {
 /// On a new connection QEMU has told the size, and not yet what its balloon does.
 #[test]
 fn what_a_guest_deflates_before_qemu_tells_that_it_may_stays_owed() {
-    for deflates in [None, Some(true), Some(false)] {
+    let cases = [(None, false), (Some(true), false), (Some(true), true), (Some(false), false)];
+    for (deflates, seems_windows) in cases {
         let mut memory = taken_to(500, &|| vm(500, 20, 490), 10);
         for (s, size) in [(11, 540), (12, 580), (13, 580), (14, 580)] {
             let mut its = aged(size, 20, size - 10, (s - 10) * 1000);
-            its.balloon.as_mut().unwrap().deflate_on_oom = deflates;
+            let balloon = its.balloon.as_mut().unwrap();
+            balloon.deflate_on_oom = deflates;
+            balloon.guest.as_mut().unwrap().is_windows = seems_windows;
             tick(&mut memory, &sample(s * 1000, vec![its]));
         }
         let owed = memory.vms[0].ledger.owed(Bytes::mib(1024), Bytes::mib(580));

@@ -99,6 +99,82 @@ fn questions_of_a_tick_are_answered_by_one_look_at_all_domains() {
     assert!(b.bulk_at() == next && b.output.is_empty(), "the next tick asks anew");
 }
 
+/// Ebb's own call has the domain's job while libvirt looks at all domains.
+#[test]
+fn a_domain_that_ebbs_own_call_held_up_is_asked_again_at_once() {
+    let start = Instant::now();
+    let ms = |n| start + Duration::from_millis(n);
+    let state = || Numbers::from([("state.state".to_string(), 1)]);
+    let size = || Ok(Writer::default().u32(1).u32(6).u64(512 << 10).done());
+    for ended_before in [false, true] {
+        let mut b = greeted_at(false, start);
+        let all = [ask(1, "query-status"), ask(2, "query-balloon")];
+        tell(&mut b, &all, ms(10));
+        tell(&mut b, &[ask(3, "query-memory-size-summary")], ms(10));
+        let (purpose, (procedure, _)) = b.next_call(ms(10)).unwrap();
+        assert_eq!(procedure, calls::MEMORY_STATS);
+        if ended_before {
+            b.answered(purpose, size(), ms(13));
+            b.heard_stats(ms(12), state(), ms(14));
+        } else {
+            b.heard_stats(ms(12), state(), ms(13));
+            b.answered(purpose, size(), ms(14));
+        }
+        assert_eq!(said(&mut b).len(), 2, "how it runs and its size");
+        assert_eq!(b.bulk_at(), Some(ms(10)), "at once");
+        b.heard_stats(ms(15), state(), ms(16));
+        assert_eq!(b.bulk_at(), Some(ms(15) + TRIED_EVERY), "another's call holds it up");
+    }
+}
+
+/// Its guest deflates while libvirt looks at all domains.
+#[test]
+fn a_size_from_before_a_move_answers_no_question() {
+    let start = Instant::now();
+    let ms = |n| start + Duration::from_millis(n);
+    let mut b = greeted(false, start);
+    b.heard_stats(ms(1), numbers(400 << 10), ms(2));
+    tell(&mut b, &[ask(1, "query-balloon")], ms(500));
+    b.event(&domain(), Event::Balloon(450 << 10), ms(501));
+    said(&mut b);
+    b.heard_stats(ms(500), numbers(410 << 10), ms(502));
+    assert!(b.output.is_empty());
+    let (purpose, (procedure, _)) = b.next_call(ms(502)).unwrap();
+    assert_eq!(procedure, calls::MEMORY_STATS);
+    b.answered(purpose, Ok(Writer::default().u32(1).u32(6).u64(460 << 10).done()), ms(503));
+    assert_eq!(said(&mut b), [json!({ "id": 1, "return": { "actual": 460 << 20 } })]);
+}
+
+/// libvirt held the first one for half a minute: each of the others would wait as long.
+#[test]
+fn orders_that_wait_behind_a_refused_one_are_refused_and_the_domains_job_is_asked_for() {
+    let now = Instant::now();
+    let mut b = greeted(false, now);
+    tell(&mut b, &[ask(1, "query-migrate")], now);
+    let (purpose, _) = b.next_call(now).unwrap();
+    let none = Writer::default().i32(0).u32(0).done();
+    b.answered(purpose, Ok(none), now);
+    let order = |id: u64, mib: u64| json!({ "execute": "balloon", "arguments": { "value": mib << 20 }, "id": id });
+    tell(&mut b, &[order(2, 300), order(3, 400), set_interval(4, 2), order(5, 500)], now);
+    said(&mut b);
+    let (purpose, _) = b.next_call(now).unwrap();
+    tell(&mut b, &[ask(6, "query-migrate")], now);
+    said(&mut b);
+    tell(&mut b, &[ask(7, "query-migrate")], now + JOB_EVERY);
+    let busy = Refused { code: 68, message: "cannot acquire state change lock".into() };
+    b.answered(purpose, Err(busy), now + JOB_EVERY);
+    let refused: Vec<Value> = said(&mut b).iter().map(|s| s["id"].clone()).collect();
+    assert_eq!(refused, [2, 3, 5]);
+    let (purpose, _) = b.next_call(now + JOB_EVERY).unwrap();
+    assert!(matches!(purpose, Purpose::Period(..)), "{purpose:?}");
+    let (purpose, _) = b.next_call(now + JOB_EVERY).unwrap();
+    assert!(matches!(purpose, Purpose::Job(_)), "{purpose:?}");
+    // An answer that took long is one.
+    let late = Writer::default().i32(0).u32(0).done();
+    b.answered(purpose, Ok(late), now + 3 * JOB_EVERY);
+    assert_eq!(said(&mut b), [json!({ "id": 7, "return": {} })]);
+}
+
 #[test]
 fn after_an_order_its_size_is_asked_of_qemu_and_libvirts_word_is_too_old() {
     let now = Instant::now();

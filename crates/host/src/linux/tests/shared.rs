@@ -116,7 +116,7 @@ fn an_order_that_was_lost_on_a_shared_socket_is_withdrawn() {
     let until = Instant::now() + LONG;
     while scene.orders().len() < 2 && Instant::now() < until {
         scene.host.sample();
-        scene.host.vms.get_mut(&scene.vm).unwrap().withdraw();
+        scene.host.vms.get_mut(&scene.vm).unwrap().withdraw(Instant::now());
         scene.host.wait(Instant::now() + Duration::from_millis(20));
     }
     assert_eq!(scene.orders(), [600, 1024]);
