@@ -353,10 +353,10 @@ impl Bridge {
         }
         if !self.held_up {
             self.bulk = Some(asked);
-        }
-        // What is known of a balloon that moves is older than the question.
-        if moves && !self.held_up {
-            self.ask_qemu_for_balloon();
+            // What is known of a balloon that moves is older than the question.
+            if moves {
+                self.ask_qemu_for_balloon();
+            }
         }
         if ended {
             (self.held_up, self.tried) = (false, None);

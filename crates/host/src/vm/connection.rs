@@ -20,7 +20,7 @@ pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Durati
 const NOT_MANAGED: &str = "it is not managed, so it is not connected to";
 /// A shared socket where Ebb is not served for this time is left for another one, if there is one.
 const TURN_AWAY: Duration = Duration::from_secs(5);
-/// So long after Ebb began to use a shared socket it tries its own again, if it has one.
+/// After this time on a shared socket Ebb tries one of its own again, if there is one.
 const OWN_AGAIN: Duration = Duration::from_secs(600);
 /// A shared socket is not visited for questions more often than this, milliseconds.
 const VISIT_EVERY_MS: u64 = 200;
@@ -206,6 +206,9 @@ impl Vm {
         let passed = |since: Instant, most| now.saturating_duration_since(since) > most;
         let long = client.missed().is_some_and(|(since, _)| passed(*since, TURN_AWAY));
         let old = self.orders.is_empty() && self.adopted.is_some_and(|at| passed(at, OWN_AGAIN));
+        if !long && !old {
+            return;
+        }
         let Ok(paths) = self.sockets() else { return };
         if old && self.kind(&paths[0]) == SocketKind::Own {
             self.turn = 0;
@@ -264,7 +267,7 @@ impl Vm {
         }
         self.take_events();
         self.down = self.link();
-        // Another client has it, nobody serves it, or it is another process's.
+        // Another client is served, no process listens, or it is not this QEMU.
         if !self.ready {
             self.turn += 1;
         }

@@ -96,20 +96,16 @@ fn size(libvirtd: &Libvirtd, name: &str) -> Bytes {
 fn wait_size(libvirtd: &Libvirtd, name: &str, is: impl Fn(Bytes) -> bool) {
     let there = |l: &Libvirtd| is(size(l, name));
     if let Err(e) = libvirtd.wait(&format!("the size of {name}"), there) {
-        panic!("{} has {}: {e}", name, size(libvirtd, name));
+        panic!("{name} has {}: {e}", size(libvirtd, name));
     }
 }
 
 /// Ebb ends and returns to each domain all its memory.
 fn wait_whole(libvirtd: &Libvirtd, daemon: Daemon, names: &[&str]) {
     let (code, log) = daemon.end();
+    println!("{log}");
     assert_eq!(code, Some(0), "{log}");
-    for name in names {
-        let whole = |l: &Libvirtd| size(l, name) == RAM;
-        if let Err(e) = libvirtd.wait(&format!("the size of {name}"), whole) {
-            panic!("{name} has {}: {e}\n{log}", size(libvirtd, name));
-        }
-    }
+    names.iter().for_each(|name| wait_size(libvirtd, name, |b| b == RAM));
 }
 
 /// Has Ebb take its idle memory until libvirt, too, has QEMU tell that its balloon is no larger

@@ -146,7 +146,7 @@ fn a_managers_socket_is_visited_for_a_tick_and_free_between_two() {
 }
 
 /// Ticks until it has no connection.
-fn leave(vm: &mut Vm) {
+pub(super) fn leave(vm: &mut Vm) {
     let until = Instant::now() + Duration::from_secs(5);
     while vm.client.is_some() && Instant::now() < until {
         visit(vm);
