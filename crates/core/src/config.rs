@@ -510,7 +510,7 @@ mod tests {
             ("[host]\nreserved = 1", "f:2: reserved: unknown field `reserved`, expected"),
             (
                 "[daemon]\ntick = \"1s\"\nfast_tick = \"2s\"",
-                "f: daemon.fast_tick: 2000 ms is longer",
+                "f:3: daemon.fast_tick: 2000 ms is longer",
             ),
             ("[host]\nsockets = \"all\"", "f:2: host.sockets: “all” is not allowed: \"own\" ("),
             ("[host]\nusers = [1,\n \"a b\"]", "f:3: host.users: “a b” is not the name of a user"),

@@ -108,6 +108,7 @@ fn one() -> u32 {
 
 /// The operator's request about merging (`ebb merge on`, `off`), until the daemon ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MergeWish {
     /// Of this VM; `None`: of all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -211,7 +212,7 @@ impl fmt::Display for Reason {
             Reason::GuestShort { signs } => write!(f, "guest is short: {signs}"),
             Reason::Likely => f.write_str("it has less than it needed lately, and a margin"),
             Reason::Unseen { why } => write!(f, "given while it can be reached: {why}"),
-            Reason::Rebooted => f.write_str("guest rebooted: it gets all its memory to boot"),
+            Reason::Rebooted => f.write_str("guest rebooted: it gets memory to boot"),
             Reason::Refresh => f.write_str(
                 "QEMU still shows the size from before the reboot: moved by 1 MiB to hear the new one",
             ),
@@ -230,6 +231,7 @@ impl fmt::Display for Reason {
 
 /// The operator's wish to have idle memory back now (`ebb reclaim`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Reclaim {
     /// Of this VM; `None`: of all.
     #[serde(default, skip_serializing_if = "Option::is_none")]

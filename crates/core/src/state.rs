@@ -510,7 +510,8 @@ impl Memory {
         let unseen = unseen
             .filter_map(|m| Some(OwnedMark { id: m.id, name: m.name.clone(), open: m.merge.was? }));
         let marks = model.vms.iter().filter_map(|v| {
-            let open = v.merge.as_ref()?.sample.open;
+            // Where Ebb does not steer KSM any more, a sample does not tell.
+            let open = v.merge.as_ref().and_then(|m| m.sample.open);
             let order = plan.merge.iter().flat_map(|m| &m.vms).find(|o| o.vm == v.id);
             let was = match (self.vm(v.id)?.merge.was, order) {
                 // It stays written down until it is seen to be as it was.

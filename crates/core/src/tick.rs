@@ -245,10 +245,19 @@ impl Engine {
             at.since(*since) < POSTPONED.0 && sample.vms.iter().filter(its).any(works)
         };
         let all = self.postponed.iter().cloned().chain(new.into_iter().map(|r| (at, r)));
-        let (mut later, now): (Vec<_>, Vec<_>) = all.partition(waits);
-        later.truncate(POSTPONED.1);
+        let (mut later, mut now) = (Vec::<(Stamp, Reclaim)>::new(), Vec::new());
+        for asked in all {
+            if !waits(&asked) {
+                now.push(asked.1);
+            } else if !later.iter().any(|(_, before)| *before == asked.1) {
+                later.push(asked);
+            }
+        }
+        // What may not wait is for this tick, in which its agent cannot serve it.
+        let most = later.len().min(POSTPONED.1);
+        now.extend(later.split_off(most).into_iter().map(|(_, request)| request));
         self.postponed = later;
-        now.into_iter().map(|(_, request)| request).collect()
+        now
     }
 
     fn think(
@@ -283,6 +292,7 @@ impl Engine {
         let wait_ms = fast_ms.max(many(FAST_MS_A_VM)).min(tick_ms);
         let rest_ms = many(REST_MS_A_VM).min(tick_ms);
         let at = model.at.plus(wait_ms);
+        let is_clear = model.host.shown.state == Pressure::Clear;
         // What is paged out of a VM depends on what it holds now.
         let pages_out =
             self.memory.beyond_since.is_some() && model.host.shown.state >= Pressure::Hard;
@@ -291,26 +301,43 @@ impl Engine {
             let memory = self.memory.vm(vm.id).filter(|_| !pages_out);
             memory.filter(|m| is_at_rest(vm, m, (within_ms, least)))
         };
-        // One that rests at this tick is asked at the one after it, or later.
-        let waits = |vm: &VmModel, ms: u64| {
-            let within = ms.min(wait_ms.saturating_mul(2));
-            at_rest(vm, within).is_some_and(|m| m.asked.is_some_and(|t| at.since(t) < ms))
-        };
         let is_quiet = |vm: &VmModel| {
             let since = self.memory.of(vm.id).cold.since;
-            model.host.shown.state == Pressure::Clear && model.at.since(since) >= QUIET_MS
+            is_clear && model.at.since(since) >= QUIET_MS
         };
         let quiet_ms = QUIET_ASK_MS.min(tick_ms);
-        let rests = |vm: &&VmModel| waits(vm, rest_ms) || is_quiet(vm) && waits(vm, quiet_ms);
+        // How long one that rests at this tick does: it is asked at the one after it, or later.
+        let rest_of = |vm: &VmModel| {
+            let ms = if is_quiet(vm) { rest_ms.max(quiet_ms) } else { rest_ms };
+            let until = at_rest(vm, ms.min(wait_ms.saturating_mul(2)))?.asked?.plus(ms);
+            (until > at).then_some((until, ms))
+        };
         // Only where there are too many to ask all of them in time.
-        let spares = wait_ms > fast_ms && model.host.shown.state == Pressure::Clear;
+        let spares = wait_ms > fast_ms && is_clear;
         let by_module = |vm: &VmModel| vm.guest.is_some_and(|g| g.by_module);
         let calm = |vm: &&VmModel| {
             by_module(vm) || spares && at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some()
         };
+        let rests: Vec<_> = model.vms.iter().map(|vm| (vm, rest_of(vm))).collect();
+        // Where none is to be asked at that tick, there is none before one is. One that is to be
+        // asked soon after it is asked at it, so that their turns fall together.
+        let heeded = || rests.iter().filter(|(vm, _)| !matches!(vm.standing, Standing::Off(_)));
+        let first = heeded().map(|(_, rest)| rest.map_or(at, |(until, _)| until)).min();
+        let first = first.map_or(at, |first| first.min(model.at.plus(tick_ms)));
+        let all_rest = || heeded().all(|(vm, _)| at_rest(vm, first.since(model.at)).is_some());
+        let skips = first > at
+            && is_clear
+            && self.postponed.is_empty()
+            && !self.fills_up(model)
+            && all_rest();
+        let at = if skips { first } else { at };
+        let rests_on = |(vm, rest): (&VmModel, Option<(Stamp, u64)>)| {
+            let (until, ms) = rest?;
+            (until > at.plus(if skips { ms / 2 } else { 0 })).then_some(vm.id)
+        };
         Next {
             at,
-            resting: model.vms.iter().filter(rests).map(|vm| vm.id).collect(),
+            resting: rests.into_iter().filter_map(rests_on).collect(),
             calm: model.vms.iter().filter(calm).map(|vm| vm.id).collect(),
         }
     }
@@ -454,7 +481,8 @@ mod tests {
     fn one_that_has_been_quiet_for_a_minute_is_asked_twice_a_second() {
         let id = |pid| VmId { pid, start: 1 };
         let (clear, soft) = (Pressure::Clear, Pressure::Soft);
-        let rests = |vms: u32, state, asked_ago, available| {
+        // The first of so many VMs was asked then; nothing is known of the others.
+        let next = |vms: u32, state, asked_ago, available| {
             let available = Bytes::mib(available);
             let guest = Some(GuestModel { available, ..GuestModel::default() });
             let (ram, owed) = (Some(Bytes::gib(1)), Bytes::mib(100));
@@ -465,13 +493,46 @@ mod tests {
             let mut engine = Engine::new(Config::default(), false);
             engine.memory.vms = vec![VmMemory { id: id(1), asked, ..VmMemory::default() }];
             let vms = (1..=vms).map(vm).collect();
-            engine.next(&Model { at: Stamp(QUIET_MS), host, vms, ..Model::default() }).rests(id(1))
+            let next = engine.next(&Model { at: Stamp(QUIET_MS), host, vms, ..Model::default() });
+            (next.at.since(Stamp(QUIET_MS)), next.rests(id(1)))
         };
-        assert!(rests(1, clear, 390, 100));
-        assert!(!rests(1, clear, 410, 100), "the next tick is half a second after it was asked");
-        assert!(!rests(1, clear, 90, 9), "in 0.2 s it may grow by 10 MiB");
-        assert!(!rests(1, soft, 90, 100));
-        assert!(rests(20, soft, 90, 20), "of twenty one waits for 200 ms in any case");
+        assert_eq!(next(2, clear, 390, 100), (100, true));
+        assert_eq!(next(2, clear, 410, 100), (100, false), "the next tick is 0.5 s after it was");
+        assert_eq!(next(2, clear, 90, 9), (100, false), "in 0.2 s it may grow by 10 MiB");
+        assert_eq!(next(2, soft, 90, 100), (100, false));
+        assert_eq!(next(20, soft, 90, 20), (100, true), "of twenty one waits for 200 ms anyway");
+        // Where there is no other, there is no tick before it is asked.
+        assert_eq!(next(1, clear, 0, 100), (500, false));
+        assert_eq!(next(1, clear, 390, 100), (110, false));
+        assert_eq!(next(1, clear, 0, 11), (100, true), "in 0.5 s it may grow by 25 MiB");
+        assert_eq!(next(1, soft, 0, 100), (100, false));
+    }
+
+    #[test]
+    fn of_vms_that_rest_all_are_asked_in_the_tick_of_the_first() {
+        let id = |pid| VmId { pid, start: 1 };
+        let next = |asked_ago: [u64; 3], headroom| {
+            let guest = Some(GuestModel { available: Bytes::gib(1), ..GuestModel::default() });
+            let (ram, owed) = (Some(Bytes::gib(1)), Bytes::mib(100));
+            let (actual, resident) = (Some(Bytes::gib(1)), Some(Bytes::mib(500)));
+            let base = VmModel { ram, owed, guest, actual, resident, ..VmModel::default() };
+            let vms = (1..=3).map(|pid| VmModel { id: id(pid), ..base.clone() }).collect();
+            let (name, headroom) = ("host".into(), Bytes::mib(headroom));
+            let limit = Limit { name, headroom, ..Limit::default() };
+            let host = HostModel { limits: vec![limit], ..HostModel::default() };
+            let mut engine = Engine::new(Config::default(), false);
+            let asked = |(ago, pid)| VmMemory {
+                id: id(pid),
+                asked: Some(Stamp(QUIET_MS - ago)),
+                ..VmMemory::default()
+            };
+            engine.memory.vms = asked_ago.into_iter().zip(1..).map(asked).collect();
+            let next = engine.next(&Model { at: Stamp(QUIET_MS), host, vms, ..Model::default() });
+            (next.at.since(Stamp(QUIET_MS)), next.resting)
+        };
+        assert_eq!(next([300, 200, 0], 1_000), (200, vec![id(3)]));
+        assert_eq!(next([300, 200, 100], 1_000), (200, vec![]));
+        assert_eq!(next([300, 200, 0], 100), (100, vec![id(1), id(2), id(3)]), "they may fill it");
     }
 
     #[test]

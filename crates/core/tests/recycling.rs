@@ -195,10 +195,21 @@ fn what_an_operator_asks_for_while_an_agent_is_at_work_comes_when_that_has_done(
     host.busy = false;
     host.run(&mut engine, 1);
     assert_eq!(host.recycled, Bytes::gib(1));
+    // The same request again and again is one, and leaves others their turn.
+    (host.busy, host.held) = (true, Bytes::gib(1));
+    let all = Reclaim { vm: Some("vm0".into()), bytes: None };
+    let before = host.recycled;
+    host.requests = [vec![all; 100], vec![of("vm0")]].concat();
+    let ticks = host.run(&mut engine, 1);
+    assert_eq!(ticks[0].0.requests, []);
+    host.busy = false;
+    let ticks = host.run(&mut engine, 1);
+    assert_eq!(ticks[0].0.requests.len(), 2);
+    let came = host.recycled - before;
     // One whose agent does not come to an end is not waited for.
     (host.busy, host.held, host.requests) = (true, Bytes::gib(1), vec![of("vm0")]);
     host.run(&mut engine, 6);
     host.busy = false;
     host.run(&mut engine, 2);
-    assert_eq!(host.recycled, Bytes::gib(1));
+    assert_eq!(host.recycled, Bytes::gib(1) + came);
 }

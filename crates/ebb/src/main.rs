@@ -229,6 +229,9 @@ fn main() -> ExitCode {
 
 fn dispatch(cli: Cli) -> Result<bool> {
     let loaded = load(cli.global.config.as_deref());
+    let file = cli.global.config.or_else(|| {
+        std::path::Path::new(DEFAULT_CONFIG).exists().then(|| DEFAULT_CONFIG.to_owned())
+    });
     // A mistake in the file may be the very reason for which there is no daemon any more.
     let mut config = match (loaded, &cli.command) {
         (Err(e), Command::Release { .. }) => {
@@ -244,7 +247,10 @@ fn dispatch(cli: Cli) -> Result<bool> {
     let socket = config.socket.clone();
     match cli.command {
         Command::Run { dry_run, record, verbose } => {
-            reexec::begin(cli.global.config);
+            if file.is_none() {
+                log::say(&format!("there is no {DEFAULT_CONFIG}: the defaults hold"));
+            }
+            reexec::begin(file);
             cmd::run::main(config, dry_run, record, verbose).map(|()| true)
         }
         Command::Status { json } => cmd::status::main(&socket, json),
@@ -273,7 +279,11 @@ fn dispatch(cli: Cli) -> Result<bool> {
         }
         Command::Completions { shell: None, .. } => cmd::completions::vms(&socket).map(|()| true),
         Command::Man { dir } => cmd::manual::pages(Cli::command(), &dir).map(|()| true),
-        Command::Check => table::emit("the configuration is valid\n").map(|()| true),
+        Command::Check => match file {
+            Some(_) => table::emit("the configuration is valid\n"),
+            None => table::emit(&format!("there is no {DEFAULT_CONFIG}: the defaults hold\n")),
+        }
+        .map(|()| true),
     }
 }
 

@@ -65,7 +65,8 @@ struct Said {
 }
 
 impl Observer {
-    /// `record`: a file to which every tick is written as well.
+    /// `record`: a file to which every tick is written as well. One that is there is kept under
+    /// another name: it may be of a daemon that has just crashed.
     pub fn new(
         head: Head,
         shared: Shared,
@@ -73,10 +74,14 @@ impl Observer {
         record: Option<String>,
         verbose: bool,
     ) -> Result<Observer> {
-        let file = record
-            .map(|p| File::create(&p).with_context(|| format!("cannot record to {p}")))
-            .transpose()?
-            .map(BufWriter::new);
+        let create = |path: String| {
+            match std::fs::rename(&path, format!("{path}.old")) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
+                _ => File::create(&path),
+            }
+            .with_context(|| format!("cannot record to {path}"))
+        };
+        let file = record.map(create).transpose()?.map(BufWriter::new);
         // Three ticks, where those are longer than the unit expects.
         let patience = head.config.tick_ms.saturating_mul(3_000).max(30_000_000);
         let _ = sd_notify::notify(&[NotifyState::WatchdogUsec(patience as u32)]);

@@ -30,10 +30,10 @@ const CHECK_TIME: Duration = Duration::from_secs(10);
 const MOST: u64 = 256 << 20;
 
 /// The program's path at its start, since after an upgrade another file is there; and the
-/// configuration that was named to it.
+/// configuration that was read.
 static START: OnceLock<(Option<PathBuf>, Option<String>)> = OnceLock::new();
 
-/// To be called at the start.
+/// To be called at the start; `config`: the file that was read, if there was one.
 pub fn begin(config: Option<String>) {
     let _ = START.set((std::env::current_exe().ok(), config));
 }
@@ -42,7 +42,8 @@ fn program() -> Result<&'static Path> {
     START.get().and_then(|(program, _)| program.as_deref()).context("/proc/self/exe")
 }
 
-/// Whether the program that lies there now takes the configuration.
+/// Whether the program that lies there now takes the configuration. A file that was read and is
+/// gone is not taken: without it VMs that it excludes would be served.
 pub fn check() -> Result<()> {
     let mut command = Command::new(program()?);
     let config = START.get().and_then(|(_, config)| config.as_deref());
@@ -72,8 +73,9 @@ fn succeeds(mut command: Command, time: Duration) -> Result<()> {
     Ok(())
 }
 
-/// Begins anew; returns only where that failed. Without a state file nothing is handed over.
-pub fn execute(memory: &Memory, state_file: Option<&str>) -> Result<()> {
+/// Begins anew; returns only where that failed, or where it is to stop after all: a signal that
+/// comes while memory is handed over would be lost. Without a state file nothing is handed over.
+pub fn execute(memory: &Memory, state_file: Option<&str>, stops: impl Fn() -> bool) -> Result<()> {
     let program = program()?;
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1));
@@ -85,6 +87,9 @@ pub fn execute(memory: &Memory, state_file: Option<&str>) -> Result<()> {
             let _ = std::fs::remove_file(file(used));
         }
         command.env(VARIABLE, format!("{} {used}", std::process::id()));
+    }
+    if stops() {
+        return Ok(());
     }
     Err(command.exec()).with_context(|| format!("cannot execute {}", program.display()))
 }

@@ -121,6 +121,14 @@ fn the_daemon_serves_both_sockets_and_ends_on_sigterm() {
     assert!(state.contains("\"version\""), "{state}");
     assert!(http(socket(), &get.replace("/metrics", "/nothing")).starts_with("HTTP/1.1 404"));
     assert!(http(socket(), &get.replace("GET", "POST")).starts_with("HTTP/1.1 405"));
+    // A key that is not known may be meant for one VM: no such request is for all.
+    let body = r#"{"name": "web", "on": false}"#;
+    for path in ["reclaim", "merge", "hands-off"] {
+        let head = format!("POST /v1/{path} HTTP/1.1\r\nHost: ebb\r\nConnection: close\r\n");
+        let post = format!("{head}Content-Length: {}\r\n\r\n{body}", body.len());
+        let said = http(socket(), &post);
+        assert!(said.starts_with("HTTP/1.1 400") && said.contains("unknown field"), "{said}");
+    }
     assert!(http(socket(), "\u{1}\u{2}nonsense\r\n\r\n").starts_with("HTTP/1.1 400"));
 
     let out = ebb(&["status", "--config", &file]);
@@ -150,6 +158,28 @@ fn a_port_that_is_taken_does_not_keep_the_daemon_from_its_vms() {
     let metrics = http(UnixStream::connect(dir.path().join("s")).unwrap(), get);
     assert!(metrics.contains("ebb_host_memory_total_bytes "), "{metrics}");
     assert_eq!(daemon.end(), 0);
+}
+
+#[test]
+fn a_record_of_before_is_kept_when_a_daemon_starts_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = config(dir.path(), "");
+    let record = dir.path().join("record");
+    std::fs::write(&record, "of a daemon that has crashed").unwrap();
+    let mut daemon = Command::new(env!("CARGO_BIN_EXE_ebb"))
+        .args(["run", "--config", &file, "--record"])
+        .arg(&record)
+        .spawn()
+        .unwrap();
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while !dir.path().join("s").exists() && std::time::Instant::now() < until {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    daemon.kill().unwrap();
+    daemon.wait().unwrap();
+    let old = std::fs::read_to_string(dir.path().join("record.old")).unwrap();
+    assert_eq!(old, "of a daemon that has crashed");
+    assert!(record.exists());
 }
 
 #[test]

@@ -37,13 +37,16 @@ const PATIENCE: Duration = Duration::from_millis(100);
 const AGAIN: Duration = Duration::from_millis(5);
 
 /// Makes the file where there is none, and locks it for as long as what is returned lives; `None`:
-/// another process has it.
+/// another process has it. One that is there can be locked where nothing can be written (any more).
 pub fn lock(path: &Path) -> io::Result<Option<File>> {
     lock_within(path, PATIENCE)
 }
 
 fn lock_within(path: &Path, patience: Duration) -> io::Result<Option<File>> {
-    let file = File::create(path)?;
+    let file = File::create(path).or_else(|e| match e.kind() {
+        io::ErrorKind::ReadOnlyFilesystem => File::open(path),
+        _ => Err(e),
+    })?;
     let until = Instant::now() + patience;
     while flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
         if Instant::now() >= until {

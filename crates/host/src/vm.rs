@@ -176,8 +176,10 @@ pub(crate) struct Vm {
     /// Its size at the last sample, and what it was told last.
     actual: Option<Bytes>,
     pub ordered: Option<Bytes>,
-    /// When its balloon was last seen to move, and whether its size was among the last questions.
+    /// When its balloon was last seen to move, when to grow or by an unknown amount, and whether its
+    /// size was among the last questions.
     moved: Option<Instant>,
+    grew: Option<Instant>,
     size_asked: bool,
     /// When the guest's latest statistics came.
     heard: Heard,

@@ -361,11 +361,12 @@ impl Checker<'_> {
         let tick = |text: String| duration(&text, TICK);
         self.set(&mut c.tick_ms, "daemon.tick", daemon.tick, tick)?;
         c.fast_tick_ms = c.fast_tick_ms.min(c.tick_ms);
+        let span = daemon.fast_tick.as_ref().map(Spanned::span);
         self.set(&mut c.fast_tick_ms, "daemon.fast_tick", daemon.fast_tick, tick)?;
         if c.fast_tick_ms > c.tick_ms {
             let (fast, tick) = (c.fast_tick_ms, c.tick_ms);
             let message = format!("{fast} ms is longer than daemon.tick ({tick} ms)");
-            return Err(self.fail(None, "daemon.fast_tick", message));
+            return Err(self.fail(span, "daemon.fast_tick", message));
         }
         c.reserve = self.read("host.reserve", host.reserve, has_unit)?;
         c.defaults = self.vm(DEFAULTS, raw.defaults, &c.defaults)?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use ebb_core::config::{Config, KSM_NOTE, MergeMode};
 use ebb_core::model::Model;
 use ebb_core::plan::Plan;
@@ -47,7 +47,16 @@ pub fn main(
         }
     }
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
-    let listeners = api::bind(&config.socket, config.listen.as_deref())?;
+    // VMs that are owed something are served also where commands cannot be.
+    let listeners = match api::bind(&config.socket, config.listen.as_deref()) {
+        Err(e) if remembered.is_some() || !owned.is_empty() => {
+            say(&format!(
+                "commands are not answered until that is mended, and Ebb reloaded: {e:#}"
+            ));
+            None
+        }
+        listeners => Some(listeners?),
+    };
     if let Some(state) = &mut state {
         begin_merging(&config, state, &mut owned)?;
     }
@@ -72,12 +81,15 @@ pub fn main(
     let (tick, model) = engine.step(&mut daemon);
     let mut model = Arc::new(model);
     observer.observe(&engine, tick, &model);
-    api::serve(listeners, shared, daemon.inbox.clone())?;
+    let answers = listeners.is_some();
+    if let Some(listeners) = listeners {
+        api::serve(listeners, shared, daemon.inbox.clone())?;
+    }
     say(&format!(
         "ebb {} watches {} VMs, answers on {}{}",
         env!("CARGO_PKG_VERSION"),
         model.vms.len(),
-        config.socket,
+        if answers { &config.socket } else { "no socket" },
         if dry_run { "; dry run: nothing is changed" } else { "" }
     ));
     let _ = sd_notify::notify(&[NotifyState::Ready]);
@@ -96,7 +108,9 @@ pub fn main(
     }
     let _ = sd_notify::notify(&[NotifyState::Stopping]);
     let result = if dry_run { Ok(()) } else { stop(&engine, daemon, &model) };
-    let _ = std::fs::remove_file(&config.socket);
+    if answers {
+        let _ = std::fs::remove_file(&config.socket);
+    }
     result.and(anew)
 }
 
@@ -132,7 +146,8 @@ fn begin_anew(engine: &Engine, signals: &Signals) -> Result<()> {
     let now = NotifyState::monotonic_usec_now()?;
     let _ = sd_notify::notify(&[NotifyState::Reloading, now]);
     let state_file = &engine.config.state_file;
-    reexec::execute(&engine.memory, (!engine.dry_run).then_some(state_file))
+    let stops = || signals.stops();
+    reexec::execute(&engine.memory, (!engine.dry_run).then_some(state_file), stops)
 }
 
 fn names(owned: &Owned) -> String {
@@ -158,7 +173,9 @@ fn begin_merging(config: &Config, state: &mut StateFile, owned: &mut Owned) -> R
     if !owned.marks.is_empty() {
         let (left, failed) = merge::put_back(config, &owned.marks, PATIENCE);
         owned.marks = left;
-        state.write(owned)?;
+        // Where that fails nothing more is taken than what is written down: it is tried again.
+        let written = state.write(owned).err();
+        written.iter().for_each(|e| say(&format!("{e:#}")));
         failed.iter().for_each(|why| say(&format!("not put back: {why}")));
     }
     Ok(())
@@ -181,9 +198,9 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     let (marks, failed) = merge::put_back(&engine.config, &owed.marks, MARKS);
     owed.marks = marks;
     failures.extend(failed);
-    state.iter_mut().try_for_each(|s| s.write(&owed))?;
+    let written = state.iter_mut().try_for_each(|s| s.write(&owed));
     if failures.is_empty() {
-        return Ok(());
+        return written.context("everything is given back, which is not written down");
     }
     anyhow::bail!(
         "not given back: {}; the next `ebb run`, or `ebb release`, tries again",

@@ -81,6 +81,7 @@ impl Vm {
             Query::Balloon => qmp_balloon::parse_balloon(&value).map(|b| {
                 if self.answers.actual != Some(b) {
                     self.moved = Some(Instant::now());
+                    self.grew = self.moved.filter(|_| self.answers.actual.is_none_or(|a| a < b));
                     // What is plugged moves the RAM and this: both are of the same tick.
                     if !std::mem::replace(&mut self.ram_asked, true) {
                         self.send(Query::MemorySize, "query-memory-size-summary", None);

@@ -7,6 +7,7 @@ use ebb_core::sample::Link;
 use ebb_core::units::{Bytes, Stamp};
 use serde_json::json;
 
+use super::questions::TOLD_WITHIN;
 use super::{Kick, PendingOrder, Query, Vm};
 use crate::linux::ActError;
 use crate::qmp::{Client, QmpError};
@@ -100,12 +101,13 @@ impl Vm {
 
     /// Ends an order to shrink that an earlier daemon may have left behind, that was on its way
     /// when the connection ended, or that the balloon does not follow: QEMU does not tell what its
-    /// balloon is to come to. One that moves may follow another's order.
+    /// balloon is to come to. One that moves may follow another's order, and one that grows does.
     pub fn withdraw(&mut self, now: Instant) {
         let Some(size) = self.size().filter(|_| self.slow_since.is_none()) else { return };
         let open =
             self.ordered.is_some_and(|to| to + Bytes::mib(1) <= size) && !self.has_moved(now);
-        if (self.loose || open)
+        let left = self.loose && !self.grew.is_some_and(|at| now - at < TOLD_WITHIN);
+        if (left || open)
             && self.orders.is_empty()
             && self.device.is_some()
             && let Ok(command) = self.order(size, true)

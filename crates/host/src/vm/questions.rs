@@ -23,7 +23,7 @@ const LATE: u32 = 3;
 /// While they are late the interval is asked for this often.
 const LATE_EVERY: Duration = Duration::from_secs(10);
 /// QEMU tells of a move of the balloon within a second; this has a margin.
-const TOLD_WITHIN: Duration = Duration::from_millis(1500);
+pub(super) const TOLD_WITHIN: Duration = Duration::from_millis(1500);
 /// The event that a balloon has moved.
 pub(super) const BALLOON_CHANGE: &str = "BALLOON_CHANGE";
 /// Devices and RAM size are looked up this often without any event.

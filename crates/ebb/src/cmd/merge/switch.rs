@@ -52,12 +52,17 @@ pub(super) fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result
     let mut changed = false;
     for name in names {
         changed |= explain::find(&state, name)?.merge.as_ref().and_then(|m| m.open) != Some(on);
+    }
+    for name in names {
         let wish = MergeWish { vm: Some(name.clone()), on };
         daemon_client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
     }
     let until = Instant::now() + DONE;
     loop {
         let Some(state) = steered(config)? else { bail!("the daemon has ended meanwhile") };
+        for name in names {
+            explain::find(&state, name)?;
+        }
         let part = |name: &String| state.vms.iter().find(|v| v.name == *name)?.merge.as_ref();
         let left: Vec<&String> =
             names.iter().filter(|n| part(n).is_some_and(|m| m.open != Some(on))).collect();

@@ -2,6 +2,7 @@
 
 use super::shared::{Qemu, leave, socket};
 use super::*;
+use crate::vm::questions::TOLD_WITHIN;
 
 fn listen(path: &std::path::Path) -> Arc<Mutex<Like>> {
     let like = Arc::new(Mutex::new(Like { ram_mib: 1024, ..Like::default() }));
@@ -81,6 +82,19 @@ fn an_order_to_shrink_that_the_balloon_does_not_follow_is_withdrawn() {
         vm.withdraw(Instant::now());
         !vm.shrinks(false) && like.lock().unwrap().ordered == 1024
     }));
+}
+
+/// The daemon has begun anew, and an operator's larger size is on its way.
+#[test]
+fn what_an_earlier_daemon_may_have_left_is_withdrawn_once_the_balloon_grows_no_more() {
+    let (_dir, _like, mut vm, _peer) = with_balloon();
+    assert!(until(&mut vm, |vm| vm.size().is_some()));
+    (vm.loose, vm.grew) = (true, Some(Instant::now()));
+    vm.withdraw(Instant::now());
+    assert!(vm.orders.is_empty() && vm.shrinks(true));
+    vm.withdraw(Instant::now() + 2 * TOLD_WITHIN);
+    assert_eq!(vm.orders.len(), 1);
+    assert!(until(&mut vm, |vm| !vm.shrinks(true)));
 }
 
 /// QEMU does not carry out what it has not read when the connection is closed.

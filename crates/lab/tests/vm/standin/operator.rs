@@ -246,6 +246,51 @@ fn a_vm_that_is_not_managed_any_more_is_given_back_and_not_spoken_to() {
     end_whole(&place, daemon, watch, &[&vm]);
 }
 
+/// It serves its VMs, and takes the next reload.
+#[test]
+fn a_reload_to_a_socket_that_cannot_be_used_goes_on_without_one() {
+    let Some((place, vm, watch, daemon)) = squeezed("unheard", false) else { return };
+    let orders = vm.truth().orders.len();
+    let (file, used) = (place.file("ebb.toml"), place.file("ebb.sock"));
+    let good = fs::read_to_string(&file).unwrap();
+    let folder = place.file("folder.sock");
+    fs::create_dir(&folder).unwrap();
+    fs::write(&file, good.replace("ebb.sock", "folder.sock")).unwrap();
+    daemon.reload();
+    said(&daemon, "commands are not answered until that is mended");
+    said(&daemon, "answers on no socket");
+    assert!(folder.is_dir() && !used.exists());
+    assert_eq!((vm.truth().size, vm.truth().orders.len()), (vm.least, orders));
+    vm.tell(&json!({ "need": vm.least - 6 * MIB }));
+    vm.wait_for("help in need", |t| t.size >= vm.least + 32 * MIB);
+    fs::write(&file, good).unwrap();
+    daemon.reload();
+    wait_answer(&daemon);
+    end_whole(&place, daemon, watch, &[&vm]);
+    assert!(folder.is_dir());
+}
+
+/// As a file system does after an error. What is owed is known, and needs no file to be given.
+#[test]
+fn release_gives_back_from_a_state_file_that_cannot_be_written() {
+    let Some((place, vm, mut watch, daemon)) = squeezed("read-only", false) else { return };
+    daemon.crash();
+    let dir = place.file("");
+    let mount = |args: &[&str]| {
+        assert!(Command::new("mount").args(args).arg(&dir).status().unwrap().success());
+    };
+    mount(&["--bind", dir.to_str().unwrap()]);
+    mount(&["-o", "remount,bind,ro"]);
+    let (code, said) = place.ebb("release");
+    assert!(Command::new("umount").arg(&dir).status().unwrap().success());
+    assert!(code == 2 && said.contains("which is not written down"), "{code} {said}");
+    vm.wait_size(RAM);
+    let (code, said) = place.ebb("release");
+    assert_eq!(code, 0, "{said}");
+    wait_nothing_owed(&place);
+    watch.end();
+}
+
 /// As on a full disk: nothing can be put beside it that would replace it.
 #[test]
 fn while_the_state_file_cannot_be_written_memory_is_only_given() {

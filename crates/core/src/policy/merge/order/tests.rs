@@ -241,6 +241,11 @@ fn the_operators_word_holds_and_what_was_changed_is_written_down() {
     let model = Model::new(&config, &s(43_000, false), &memory);
     let owned = memory.owned(&model, &Plan::default(), &[]);
     assert!(owned.marks.len() == 1 && owned.vms.is_empty() && !owned.is_empty());
+    // Merging is off by now, so no sample tells who is open.
+    let mut untold = s(44_000, false);
+    untold.vms.iter_mut().for_each(|vm| vm.merge = None);
+    let model = Model::new(&config, &untold, &memory);
+    assert_eq!(memory.owned(&model, &Plan::default(), &[]), owned);
     // Another daemon takes that over, and puts it back when the word is gone.
     let mut next = Memory::default();
     next.adopt(&owned);
