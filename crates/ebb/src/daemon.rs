@@ -16,7 +16,7 @@ use ebb_host::probe::trust::TrustRules;
 use ebb_host::waker::Waker;
 use serde::{Deserialize, Serialize};
 
-use crate::give_back::{Left, give_back};
+use crate::give_back::give_back;
 use crate::log::say;
 use crate::reexec;
 use crate::signals::{self, Signals};
@@ -144,14 +144,10 @@ impl Daemon {
         Ok(())
     }
 
-    /// Gives back until all is seen to have arrived, or the time is up. Returns what is still owed.
-    pub fn give_back(&mut self, owed: &Owned, patience: Duration) -> Vec<Left> {
-        let state = &mut self.state;
-        let mut note = |vms: Vec<OwnedVm>| {
-            let owed = Owned { vms, ..owed.clone() };
-            let _ = state.as_mut().map(|s| s.write(&owed));
-        };
-        give_back(&mut self.host, &owed.vms, Instant::now() + patience, &mut say, &mut note)
+    /// Gives back until all is seen to have arrived, or the time is up. Returns what is still owed,
+    /// and why.
+    pub fn give_back(&mut self, owed: &Owned, patience: Duration) -> (Vec<OwnedVm>, Vec<String>) {
+        give_back(&mut self.host, owed, patience, self.state.as_mut())
     }
 
     /// Leaves with the VMs only what is still owed: QEMU asks the guests for statistics as often as

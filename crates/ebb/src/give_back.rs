@@ -8,9 +8,12 @@
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::{Link, RunState, Sample, VmId};
-use ebb_core::state::OwnedVm;
+use ebb_core::state::{Owned, OwnedVm};
 use ebb_core::units::Bytes;
 use ebb_host::linux::{BalloonOrder, LinuxHost};
+
+use crate::log::say;
+use crate::state::StateFile;
 
 /// Between two looks.
 const ROUND: Duration = Duration::from_millis(200);
@@ -21,48 +24,44 @@ const AGAIN: Duration = Duration::from_secs(5);
 /// A VM that lacks less than this has all: less is not owed, as in the ledger.
 const NEAR: Bytes = Bytes::mib(1);
 
-/// What could not be given back, and why.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Left {
-    pub vm: OwnedVm,
-    pub why: String,
-}
-
 /// Gives back until all have what they are owed or the time is up; each is asked at least once.
-/// `say` hears of each VM's first order and of its end, `note` what is owed once all were asked: a
-/// process killed after that leaves balloons that move as it told them. Returns what is still owed.
+/// What is owed once all were asked is written to `state`: a process killed after that leaves
+/// balloons that move as it told them. Returns what is still owed, and why.
 pub fn give_back(
     host: &mut LinuxHost,
-    owed: &[OwnedVm],
-    until: Instant,
-    say: &mut dyn FnMut(&str),
-    note: &mut dyn FnMut(Vec<OwnedVm>),
-) -> Vec<Left> {
-    let mut debts: Vec<Debt> = owed.iter().map(Debt::new).collect();
+    owed: &Owned,
+    patience: Duration,
+    mut state: Option<&mut StateFile>,
+) -> (Vec<OwnedVm>, Vec<String>) {
+    let until = Instant::now() + patience;
+    let mut debts: Vec<Debt> = owed.vms.iter().map(Debt::new).collect();
     let mut first = true;
     loop {
         let ids: Vec<VmId> = debts.iter().map(|d| d.vm.id).collect();
         let sample = host.sample_owed(&ids);
         debts.iter_mut().for_each(|debt| debt.done_late(host.done_late(debt.vm.id)));
-        debts.retain_mut(|debt| !debt.observe(&sample, say));
+        debts.retain_mut(|debt| !debt.observe(&sample, &mut say));
+        let still_owed = debts.iter().map(|d| d.vm.given_back()).collect();
         if debts.is_empty() || Instant::now() >= until && !first {
-            return debts.into_iter().map(|d| Left { vm: d.vm.given_back(), why: d.why }).collect();
+            let whys = debts.iter().map(|d| format!("{}: {}", d.vm.name, d.why)).collect();
+            return (still_owed, whys);
         }
-        order(host, &mut debts, say);
-        if std::mem::take(&mut first) {
-            note(debts.iter().map(|d| d.vm.given_back()).collect());
+        order(host, &mut debts);
+        first = false;
+        if let Some(state) = state.take() {
+            let _ = state.write(&Owned { vms: still_owed, ..owed.clone() });
         }
         host.wait(until.min(Instant::now() + ROUND));
     }
 }
 
-fn order(host: &mut LinuxHost, debts: &mut [Debt], say: &mut dyn FnMut(&str)) {
+fn order(host: &mut LinuxHost, debts: &mut [Debt]) {
     let now = Instant::now();
     let mut due: Vec<&mut Debt> = debts.iter_mut().filter(|d| d.is_due(now)).collect();
     let order = |d: &&mut Debt| Some(BalloonOrder { vm: d.vm.id, to: d.goal?.1, gives: true });
     let orders: Vec<BalloonOrder> = due.iter().filter_map(order).collect();
     for (debt, result) in due.iter_mut().zip(host.set_balloons(&orders, ANSWER)) {
-        debt.ordered(now, result.map_err(|e| e.to_string()), say);
+        debt.ordered(now, result.map_err(|e| e.to_string()), &mut say);
     }
 }
 

@@ -16,7 +16,7 @@ use ebb_host::root::Root;
 
 use crate::cmd::merge;
 use crate::daemon::{beside, options};
-use crate::give_back::{Left, give_back};
+use crate::give_back::give_back;
 use crate::log::say;
 use crate::state::StateFile;
 
@@ -40,11 +40,9 @@ pub fn main(config: &Config, patience: Duration) -> Result<bool> {
         give_back_vms(config, &mut state, &owned, patience)?;
         return recover_ksm(path).map(|_| true);
     }
-    let mut failed = Vec::new();
     let until = Instant::now() + patience;
-    let left = give_back_vms(config, &mut state, &owned, patience)?;
-    failed.extend(left.iter().map(|l| format!("{}: {}", l.vm.name, l.why)));
-    let mut owed = Owned { vms: left.into_iter().map(|l| l.vm).collect(), ..owned };
+    let (vms, mut failed) = give_back_vms(config, &mut state, &owned, patience)?;
+    let mut owed = Owned { vms, ..owned };
     // What is given back is so, also where it cannot be written down; the end says so.
     let _ = state.write(&owed);
     failed.extend(recover_ksm(path).err().map(|e| format!("{e:#}")));
@@ -66,10 +64,10 @@ fn give_back_vms(
     state: &mut StateFile,
     owned: &Owned,
     patience: Duration,
-) -> Result<Vec<Left>> {
+) -> Result<(Vec<OwnedVm>, Vec<String>)> {
     let intervals = beside(&config.state_file, INTERVALS);
     if owned.vms.is_empty() && !intervals.exists() {
-        return Ok(Vec::new());
+        return Ok((Vec::new(), Vec::new()));
     }
     let wanted = Options {
         ksm_note: None,
@@ -82,10 +80,7 @@ fn give_back_vms(
     };
     let mut host = LinuxHost::new(wanted).context("cannot watch the host")?;
     host.reach_at(owned.vms.iter().filter_map(OwnedVm::reached_at));
-    let mut note = |vms: Vec<OwnedVm>| {
-        let _ = state.write(&Owned { vms, ..owned.clone() });
-    };
-    let left = give_back(&mut host, &owned.vms, Instant::now() + patience, &mut say, &mut note);
+    let (left, whys) = give_back(&mut host, owned, patience, Some(state));
     let until = Instant::now() + RESTORE;
     host.restore_intervals();
     while host.has_intervals() && Instant::now() < until {
@@ -93,10 +88,10 @@ fn give_back_vms(
         host.restore_intervals();
         host.wait(Instant::now() + Duration::from_millis(100));
     }
-    let still = |vm: &OwnedVm| left.iter().find(|l| l.vm.id == vm.id).and_then(|l| l.vm.others);
+    let still = |vm: &OwnedVm| left.iter().find(|l| l.id == vm.id).and_then(|l| l.others);
     let notes: Vec<_> = owned.vms.iter().map(|vm| (vm.id, still(vm))).collect();
     host.note_last(&notes);
-    Ok(left)
+    Ok((left, whys))
 }
 
 /// Puts KSM's settings back, where an earlier daemon had changed them.

@@ -187,10 +187,8 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     if !owed.vms.is_empty() {
         say(&format!("stopping: {} balloons are given back", owed.vms.len()));
     }
-    let left = daemon.give_back(&owed, PATIENCE);
-    let mut failures: Vec<String> =
-        left.iter().map(|l| format!("{}: {}", l.vm.name, l.why)).collect();
-    owed.vms = left.into_iter().map(|l| l.vm).collect();
+    let (vms, mut failures) = daemon.give_back(&owed, PATIENCE);
+    owed.vms = vms;
     daemon.leave(&engine.memory.notes(&owed.vms));
     failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
     // VMs are closed and opened through the sockets that the daemon closes here.
