@@ -11,8 +11,10 @@
 mod decisions;
 
 use ebb_core::config::MergeMode;
-use ebb_core::model::{Convergence, HostModel, Limit, Model, Pressure, Standing, Trust, VmModel};
-use ebb_core::plan::{self, Plan};
+use ebb_core::model::{
+    Convergence, HostModel, Limit, MergeHost, Model, Pressure, Standing, Trust, VmModel,
+};
+use ebb_core::plan::{self, MergePlan, Plan};
 use ebb_core::policy::merge::Candidates;
 use ebb_core::sample::{
     self, AgentSample, HandsOff, HostSample, Ksm, LimitSample, Link, MergeSample, RunState,
@@ -185,7 +187,7 @@ Host(
     ksm: Option<Ksm> = s.ksm;
     /// What is done about merging; absent where it is off.
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
-    merge: Option<Merge> = Merge::new(tick, model);
+    merge: Option<Merge> = merge(tick, model);
     #[serde(deserialize_with = "lenient_list")]
     swaps: Vec<SwapArea> = s.swaps.clone();
     /// Sum of the VMs' RAM. What is promised to VMs that have just started is `starting`.
@@ -201,42 +203,43 @@ Host(
     warnings: Vec<String> = h.warnings.clone();
     /// Stage by stage: what each mechanism is to bring, and has brought so far.
     #[serde(deserialize_with = "lenient_list")]
-    stages: Vec<Stage> = StageName::ALL.map(|stage| Stage::new(stage, &tick.plan, memory)).into();
+    stages: Vec<Stage> = StageName::ALL.map(|name| stage(name, &tick.plan, memory)).into();
 }
 
+view! {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Merge {
+Merge(host: &MergeHost, plan: Option<&MergePlan>, candidates: &Candidates):
     #[serde(deserialize_with = "lenient")]
-    pub mode: MergeMode,
+    mode: MergeMode = host.config.mode;
     /// What is done now, and why.
-    pub why: String,
+    why: String = plan.map(|m| m.why.clone()).unwrap_or_default();
     #[serde(deserialize_with = "lenient")]
-    pub scan: ScanSample,
+    scan: ScanSample = host.scan.clone();
     /// What merging would still save of the VMs that were scanned.
-    pub found: Bytes,
+    found: Bytes = candidates.saves();
     /// The CPU time that `ksmd` would need for it.
-    pub found_cpu_s: f64,
+    found_cpu_s: f64 = candidates.cost_s();
 }
 
 view! {
 #[derive(Clone, Debug, Serialize, Deserialize)]
-Stage(stage: StageName, plan: &Plan, memory: &Memory):
+Stage(stage: StageName, planned: Option<&plan::Stage>, tally: Option<&Tally>):
     name: StageName = stage;
     /// What the host lacked before it.
     #[serde(default)]
-    missing: Bytes = planned(plan, stage).map(|r| r.missing).unwrap_or_default();
+    missing: Bytes = planned.map(|r| r.missing).unwrap_or_default();
     /// What the last plan's orders are expected to bring.
     #[serde(default)]
-    expected: Bytes = planned(plan, stage).map(|r| r.expected).unwrap_or_default();
+    expected: Bytes = planned.map(|r| r.expected).unwrap_or_default();
     /// What all plans so far were expected to bring.
     #[serde(default)]
-    expected_total: Bytes = tally(memory, stage).map(|t| t.expected).unwrap_or_default();
+    expected_total: Bytes = tally.map(|t| t.expected).unwrap_or_default();
     /// What was seen to come, a lower bound.
     #[serde(default)]
-    came_total: Bytes = tally(memory, stage).map(|t| t.came).unwrap_or_default();
+    came_total: Bytes = tally.map(|t| t.came).unwrap_or_default();
     #[serde(default)]
-    why: String = planned(plan, stage).map(|r| r.why.clone()).unwrap_or_default();
+    why: String = planned.map(|r| r.why.clone()).unwrap_or_default();
 }
 
 view! {
@@ -351,28 +354,17 @@ impl State {
     }
 }
 
-impl Merge {
-    fn new(tick: &Tick, model: &Model) -> Option<Merge> {
-        let host = model.host.merge.as_ref()?;
-        let mut found = Candidates::default();
-        let parts = model.vms.iter().filter_map(|v| v.merge.as_ref()?.sample.found.as_ref());
-        parts.for_each(|f| found.add(f));
-        Some(Merge {
-            mode: host.config.mode,
-            why: tick.plan.merge.as_ref().map(|m| m.why.clone()).unwrap_or_default(),
-            scan: host.scan.clone(),
-            found: found.saves(),
-            found_cpu_s: found.cost_s(),
-        })
-    }
+fn merge(tick: &Tick, model: &Model) -> Option<Merge> {
+    let host = model.host.merge.as_ref()?;
+    let mut found = Candidates::default();
+    let parts = model.vms.iter().filter_map(|v| v.merge.as_ref()?.sample.found.as_ref());
+    parts.for_each(|f| found.add(f));
+    Some(Merge::new(host, tick.plan.merge.as_ref(), &found))
 }
 
-fn planned(plan: &Plan, name: StageName) -> Option<&plan::Stage> {
-    plan.stages.iter().find(|r| r.name == name)
-}
-
-fn tally(memory: &Memory, name: StageName) -> Option<&Tally> {
-    memory.stages.iter().find(|t| t.name == name)
+fn stage(name: StageName, plan: &Plan, memory: &Memory) -> Stage {
+    let planned = plan.stages.iter().find(|r| r.name == name);
+    Stage::new(name, planned, memory.stages.iter().find(|t| t.name == name))
 }
 
 /// The highest tier that works for a VM now.
