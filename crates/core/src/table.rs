@@ -2,20 +2,15 @@
 
 /// The first column left, the rest right; the last one left again if `tail` is set.
 pub fn table(head: &[&str], rows: &[Vec<String>], tail: bool) -> String {
-    let columns = head.len();
-    let width = |c: usize| {
-        rows.iter()
-            .filter_map(|r| r.get(c))
-            .map(|s| s.chars().count())
-            .chain([head[c].chars().count()])
-            .max()
-    };
-    let widths: Vec<usize> = (0..columns).map(|c| width(c).unwrap_or(0)).collect();
-    let line = |cells: &[String]| {
+    let head: Vec<String> = head.iter().map(|h| h.to_string()).collect();
+    let all = || std::iter::once(&head).chain(rows);
+    let width =
+        |c: usize| all().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    let line = |cells: &Vec<String>| {
         let mut text = String::new();
-        for (c, cell) in cells.iter().enumerate().take(columns) {
-            let w = widths[c];
-            let last = c + 1 == columns;
+        for (c, (cell, &w)) in cells.iter().zip(&widths).enumerate() {
+            let last = c + 1 == widths.len();
             text += &match (c, last && tail) {
                 (0, _) => format!("{cell:<w$}"),
                 (_, true) => format!("  {cell}"),
@@ -24,8 +19,7 @@ pub fn table(head: &[&str], rows: &[Vec<String>], tail: bool) -> String {
         }
         text.trim_end().to_string() + "\n"
     };
-    let head: Vec<String> = head.iter().map(|h| h.to_string()).collect();
-    line(&head) + &rows.iter().map(|r| line(r)).collect::<String>()
+    all().map(line).collect()
 }
 
 #[cfg(test)]

@@ -9,6 +9,14 @@ use serde_json::Value;
 pub use ebb_core::table::table;
 use ebb_core::units::Bytes;
 
+/// A row of a [`table`]: its cells, as they are displayed.
+macro_rules! row {
+    ($($cell:expr),* $(,)?) => {
+        vec![$($cell.to_string()),*]
+    };
+}
+pub(crate) use row;
+
 /// The reader of our output has closed it (`ebb status | head`): not an error.
 #[derive(Debug, thiserror::Error)]
 #[error("the reader of the output has gone")]

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::daemon_client;
-use crate::table::{emit_as, known, table};
+use crate::table::{emit_as, known, row, table};
 use crate::view::{ActionView, Stage, State, lenient, lenient_list, lenient_parts};
 
 #[derive(Default, Deserialize)]
@@ -50,14 +50,8 @@ fn text(a: &Admission) -> String {
             .from
             .iter()
             .map(|g| {
-                let idle = g.bytes - g.free;
-                vec![
-                    g.name.clone(),
-                    g.bytes.to_string(),
-                    g.free.to_string(),
-                    idle.to_string(),
-                    format!("{:.0} s", g.seconds.ceil()),
-                ]
+                let within = format!("{:.0} s", g.seconds.ceil());
+                row![g.name, g.bytes, g.free, g.bytes - g.free, within]
             })
             .collect();
         out += "\n";
@@ -77,16 +71,7 @@ fn by_stage(plan: &PlanView, totals: &[Stage]) -> String {
     }
     let rows: Vec<Vec<String>> = totals
         .iter()
-        .map(|r| {
-            vec![
-                r.name.to_string(),
-                r.missing.to_string(),
-                r.expected.to_string(),
-                r.expected_total.to_string(),
-                r.came_total.to_string(),
-                r.why.clone(),
-            ]
-        })
+        .map(|r| row![r.name, r.missing, r.expected, r.expected_total, r.came_total, r.why])
         .collect();
     let head = ["STAGE", "MISSING", "EXPECTED", "EXPECTED SO FAR", "CAME SO FAR", "HOW"];
     let mut out = table(&head, &rows, true);

@@ -16,7 +16,7 @@ use ebb_host::scan::{Found, Options, Pages, Scan, ScanOutcome, Scanner, Split, T
 use serde::Serialize;
 
 use super::{Known, look};
-use crate::table::{emit, emit_as, signed, table};
+use crate::table::{emit, emit_as, row, signed, size, table};
 use crate::view::view;
 
 view! {
@@ -204,17 +204,8 @@ fn text(r: &Report) -> String {
     let head = ["VM", "GROUP", "HELD", "ZERO", "WITHIN", "BETWEEN", "SAVES", "MERGED"];
     let row = |name: &str, group: &str, held: Bytes, split: &Split, merged: Option<Bytes>| {
         let saves = split.allowed();
-        let share = saves.fraction_of(held) * 100.0;
-        vec![
-            name.to_string(),
-            group.to_string(),
-            held.to_string(),
-            split.zero.to_string(),
-            split.within.to_string(),
-            split.between.to_string(),
-            format!("{saves} ({share:.0} %)"),
-            merged.map_or("-".into(), |m| m.to_string()),
-        ]
+        let saves = format!("{saves} ({:.0} %)", saves.fraction_of(held) * 100.0);
+        row![name, group, held, split.zero, split.within, split.between, saves, size(merged)]
     };
     let merged = |v: &VmReport| v.ksm.as_ref().map(|k| k.merged + k.zero);
     let mut rows: Vec<Vec<String>> =
