@@ -51,7 +51,7 @@ impl Window {
 }
 
 /// What a tick says of the VM.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 struct Moment {
     wall_ms: u64,
     tick: u64,
@@ -111,31 +111,25 @@ fn read(input: impl BufRead, name: &str) -> Result<Vec<Moment>> {
 fn moment(engine: &mut Engine, recorded: &Tick, name: &str) -> Option<Moment> {
     let (_, model) = engine.replay(recorded);
     let vm = model.vms.iter().find(|v| v.name == name)?;
-    let action = recorded.plan.actions.iter().find(|a| a.vm == vm.id);
-    let held = recorded.plan.held.iter().find(|h| h.vm == vm.id);
-    let outcome = recorded.outcomes.iter().find(|o| o.vm == vm.id);
-    let error = match (action, outcome) {
-        (None, _) => None,
-        (Some(_), _) if !recorded.applied => Some("dry run: not done".into()),
-        (Some(_), Some(o)) => o.error.clone(),
-        (Some(_), None) => Some("no outcome".into()),
-    };
-    Some(Moment {
-        wall_ms: recorded.sample.wall_ms,
-        tick: recorded.number,
-        actual: vm.actual,
-        resident: vm.resident,
-        host: format!("{}: {}", model.host.shown.state, model.host.shown.why),
-        guest: view::guest_words(vm),
-        to: action.map(|a| a.to),
-        rule: match (action, held) {
-            (Some(a), _) => a.reason.to_string(),
-            (None, Some(h)) => h.why.clone(),
-            (None, None) => recorded.forbidden.clone().unwrap_or_default(),
+    let order = view::decisions(recorded, &model).into_iter().find(|d| d.action.vm == vm.id);
+    let held = recorded.plan.held.iter().find(|h| h.vm == vm.id).map(|h| h.why.clone());
+    let moment = match order {
+        Some(mut order) => {
+            if !recorded.applied {
+                order.error = Some("dry run: not done".into());
+            }
+            from_list(order)
+        }
+        None => Moment {
+            wall_ms: recorded.sample.wall_ms,
+            tick: recorded.number,
+            host: format!("{}: {}", model.host.shown.state, model.host.shown.why),
+            guest: view::guest_words(vm),
+            rule: held.or_else(|| recorded.forbidden.clone()).unwrap_or_default(),
+            ..Moment::default()
         },
-        error,
-        result: None,
-    })
+    };
+    Some(Moment { actual: vm.actual, resident: vm.resident, ..moment })
 }
 
 /// Orders in the window; without any, why there was none, each reason once.
@@ -181,13 +175,12 @@ fn from_list(d: Decision) -> Moment {
         wall_ms: d.wall_ms,
         tick: d.tick,
         actual: Some(d.action.from),
-        resident: None,
         host: d.host,
         guest: d.guest,
         to: Some(d.action.to),
         rule: d.reason,
         error: d.error,
-        result: None,
+        ..Moment::default()
     }
 }
 
