@@ -21,7 +21,7 @@ use std::task::{Context as Task, Poll};
 use anyhow::{Context, Result};
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::DefaultBodyLimit;
+use axum::extract::{DefaultBodyLimit, State as Of};
 use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get, post};
@@ -263,38 +263,30 @@ fn posted<T: DeserializeOwned + Send + 'static>(
 }
 
 fn router(shared: Shared) -> Router {
-    let (a, b, c, d, e) = (shared.clone(), shared.clone(), shared.clone(), shared.clone(), shared);
     let readers = Arc::new(Semaphore::new(RECORDS));
     Router::new()
         .route("/", get(|| async { INDEX }))
-        .route("/v1/state", get(|| async move { answer(a.latest().map(|l| json(&*l.state()))) }))
-        .route("/v1/plan", get(|uri: Uri| async move { answer(plan(&b, &uri)) }))
-        .route(
-            "/v1/decisions",
-            get(|| async move {
-                let decisions: Vec<Arc<Decision>> = c.lock().decisions.iter().cloned().collect();
-                json(&decisions.iter().map(|d| &**d).collect::<Vec<_>>())
-            }),
-        )
-        .route("/v1/record", get(|headers: HeaderMap| async move { record(&d, readers, &headers) }))
-        .route("/metrics", get(|| async move { answer(e.latest().map(metrics_page)) }))
+        .route("/v1/state", get(state))
+        .route("/v1/plan", get(plan))
+        .route("/v1/decisions", get(decisions))
+        .route("/v1/record", get(|of, headers| async { record(of, readers, headers) }))
+        .route("/metrics", get(metrics_page))
         .fallback(|| async { (StatusCode::NOT_FOUND, INDEX) })
+        .with_state(shared)
 }
 
 fn on_loopback(shared: Shared) -> Router {
-    let metrics = |uri: Uri, headers: HeaderMap| async move {
-        match foreign_name(&uri, &headers) {
-            Some(name) => (
-                StatusCode::MISDIRECTED_REQUEST,
-                format!("this is not “{name}”: ask for localhost or a loopback address\n"),
-            )
-                .into_response(),
-            None => answer(shared.latest().map(metrics_page)),
+    let metrics = |of, uri: Uri, headers: HeaderMap| async move {
+        if let Some(name) = foreign_name(&uri, &headers) {
+            let why = format!("this is not “{name}”: ask for localhost or a loopback address\n");
+            return Err((StatusCode::MISDIRECTED_REQUEST, why));
         }
+        metrics_page(of).await
     };
     Router::new()
         .route("/metrics", get(metrics))
         .fallback(|| async { (StatusCode::NOT_FOUND, LOOPBACK_INDEX) })
+        .with_state(shared)
 }
 
 /// The name that was asked for, where it is not one of a loopback interface: a page from
@@ -316,16 +308,21 @@ fn is_own_name(name: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || loopback(host)
 }
 
-fn answer(of: Result<Response, Refusal>) -> Response {
-    of.unwrap_or_else(IntoResponse::into_response)
+async fn metrics_page(Of(shared): Of<Shared>) -> Result<Response, Refusal> {
+    Ok(text("text/plain; version=0.0.4", shared.latest()?.metrics()))
 }
 
-fn metrics_page(latest: Arc<Latest>) -> Response {
-    text("text/plain; version=0.0.4", latest.metrics())
+async fn state(Of(shared): Of<Shared>) -> Result<Response, Refusal> {
+    Ok(json(&*shared.latest()?.state()))
+}
+
+async fn decisions(Of(shared): Of<Shared>) -> Response {
+    let decisions: Vec<Arc<Decision>> = shared.lock().decisions.iter().cloned().collect();
+    json(&decisions.iter().map(|d| &**d).collect::<Vec<_>>())
 }
 
 /// The last plan; with `?memory=4GiB&count=3`, whether three more VMs of 4 GiB fit.
-fn plan(shared: &Shared, uri: &Uri) -> Result<Response, Refusal> {
+async fn plan(Of(shared): Of<Shared>, uri: Uri) -> Result<Response, Refusal> {
     let latest = shared.latest()?;
     let Some(query) = uri.query().filter(|q| !q.is_empty()) else {
         return Ok(json(&latest.tick.plan));
@@ -337,7 +334,7 @@ fn plan(shared: &Shared, uri: &Uri) -> Result<Response, Refusal> {
 }
 
 /// The record: as zstd to those who take that, else as lines, unpacked while they are sent.
-fn record(shared: &Shared, readers: Arc<Semaphore>, headers: &HeaderMap) -> Response {
+fn record(Of(shared): Of<Shared>, readers: Arc<Semaphore>, headers: HeaderMap) -> Response {
     let Ok(reader) = readers.try_acquire_owned() else {
         let why = "others are reading the record: try again\n";
         return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
