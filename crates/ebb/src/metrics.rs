@@ -55,11 +55,12 @@ fn histogram(
     state: &State,
     get: impl Fn(&AgentSample) -> &Histogram,
 ) {
+    let vms = state.vms.iter();
+    let all: Vec<(String, &Histogram)> =
+        vms.filter_map(|vm| Some((escape(&vm.name), get(vm.agent.as_ref()?)))).collect();
     let name = format!("ebb_vm_{key}_seconds");
     let _ = writeln!(out, "# HELP {name} {help}.\n# TYPE {name} histogram");
-    for vm in &state.vms {
-        let Some(h) = vm.agent.as_ref().map(&get).filter(|h| !h.is_empty()) else { continue };
-        let label = escape(&vm.name);
+    for (label, h) in all.iter().filter(|(_, h)| !h.is_empty()) {
         for (end_us, count) in h.cumulative() {
             let le = end_us.map_or("+Inf".to_owned(), |us| (us as f64 / 1e6).to_string());
             let _ = writeln!(out, "{name}_bucket{{vm=\"{label}\",le=\"{le}\"}} {count}");
@@ -69,11 +70,9 @@ fn histogram(
     }
     let name = format!("ebb_vm_{key}_quantile_seconds");
     let _ = writeln!(out, "# HELP {name} {help}, by share.\n# TYPE {name} gauge");
-    for vm in &state.vms {
-        let Some(h) = vm.agent.as_ref().map(&get) else { continue };
+    for (label, h) in &all {
         for (_, share) in QUANTILES {
-            let Some(ns) = h.quantile_ns(share) else { continue };
-            let (label, seconds) = (escape(&vm.name), ns as f64 / 1e9);
+            let Some(seconds) = h.quantile_ns(share).map(|ns| ns as f64 / 1e9) else { continue };
             let _ = writeln!(out, "{name}{{vm=\"{label}\",quantile=\"{share}\"}} {seconds}");
         }
     }
