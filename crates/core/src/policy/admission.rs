@@ -8,14 +8,13 @@
 //! pause when a critical host finds nothing more to take. Ebb itself never pauses or
 //! ends a VM.
 
-use std::borrow::Cow;
-
 use serde::{Deserialize, Serialize};
 
 use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::LastResort;
 use crate::policy::allot::{Level, want};
 use crate::policy::balloon::CALM_MS;
+use crate::policy::limits::View;
 use crate::policy::recycle::to_come_in;
 use crate::policy::take::{base, idle, priced};
 use crate::state::{Memory, VmMemory};
@@ -43,14 +42,11 @@ pub struct AdmissionRequest {
 }
 
 /// What there is to answer with: a tick's model, boiled down.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Supply {
     /// Whether the host could be read.
     pub known: bool,
-    pub state: Pressure,
-    /// What there is under the tightest limit.
-    pub capacity: Bytes,
-    /// What of it is left.
+    /// What is left under the tightest limit.
     pub headroom: Bytes,
     pub reserve: Bytes,
     /// Promised to VMs that still start.
@@ -72,7 +68,7 @@ impl Supply {
 }
 
 /// What a VM could give without harm.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct VmSupply {
     pub name: String,
     /// Freed in the guest and still held: there in a second.
@@ -132,11 +128,8 @@ pub struct WorstCase {
 
 /// Boils a model down to what [`admit`] needs.
 pub fn supply(model: &Model, memory: &Memory) -> Supply {
-    let mut model = Cow::Borrowed(model);
-    if model.host.limits.len() > 1 {
-        let limit = model.common_limit();
-        model.to_mut().aim(limit);
-    }
+    let mut view = View::new(model);
+    let model = view.under(model.common_limit());
     let (host, limit) = (&model.host, &model.host.shown);
     let of_vm = |vm: &VmModel| vm_supply(model.at, vm, memory.of(vm.id));
     let inside = || model.vms.iter().filter(|vm| !vm.outside);
@@ -147,8 +140,6 @@ pub fn supply(model: &Model, memory: &Memory) -> Supply {
     };
     Supply {
         known: host.known,
-        state: limit.state,
-        capacity: limit.capacity,
         headroom: limit.headroom,
         reserve: limit.reserve,
         promised: limit.promised + limit.outstanding,
@@ -310,7 +301,6 @@ mod tests {
     fn supply_of(headroom: u64, vms: Vec<VmSupply>) -> Supply {
         Supply {
             known: true,
-            capacity: Bytes::gib(16),
             headroom: Bytes::mib(headroom),
             reserve: Bytes::mib(1000),
             swap: Bytes::gib(1),
