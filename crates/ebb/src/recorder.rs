@@ -15,6 +15,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use ebb_core::config::Config;
 use ebb_core::state::Memory;
+pub use ebb_core::text::json_line as line;
 use ebb_core::tick::{Engine, Tick};
 use ebb_core::units::Stamp;
 use serde::{Deserialize, Serialize};
@@ -228,12 +229,6 @@ pub fn unpack<'a>(mut input: impl BufRead + 'a) -> Result<Box<dyn BufRead + 'a>>
         return Ok(Box::new(input));
     }
     Ok(Box::new(BufReader::with_capacity(1 << 17, Decoder::with_buffer(input)?)))
-}
-
-pub fn line<T: Serialize>(value: &T) -> Vec<u8> {
-    let mut text = serde_json::to_vec(value).unwrap_or_default();
-    text.push(b'\n');
-    text
 }
 
 /// Has every tick of a record decided again by `each`, with the engine as it was;

@@ -3,7 +3,7 @@
 //! Nothing here knows what is asked or answered. Whatever comes is foreign: a line that is
 //! too long or not of this protocol is refused, and a text is made fit to be shown.
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 use super::{LINE_MAX, TEXT_MAX};
 use crate::text::printable;
@@ -19,13 +19,6 @@ pub(super) fn parse<'a, T: Deserialize<'a>>(line: &'a [u8]) -> Result<T, BadLine
     }
     // The error quotes what it stumbled over.
     serde_json::from_slice(line).map_err(|e| BadLine(clip(&e.to_string())))
-}
-
-pub(super) fn encode(value: &impl Serialize) -> Vec<u8> {
-    // Cannot fail: no maps, no foreign Serialize.
-    let mut line = serde_json::to_vec(value).unwrap_or_default();
-    line.push(b'\n');
-    line
 }
 
 /// A text from the other side, cut to [`TEXT_MAX`] and made printable.

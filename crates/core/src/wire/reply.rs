@@ -6,11 +6,12 @@
 use serde::{Deserialize, Serialize};
 
 use super::abi::Facts;
-use super::lines::{encode, parse};
+use super::lines::parse;
 use super::{BadLine, clip};
 #[cfg(doc)]
 use super::{Command, PROTOCOL, Recycle};
 use crate::histogram::Histogram;
+use crate::text::json_line;
 use crate::units::Bytes;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -222,6 +223,6 @@ impl Reply {
 
     /// The line, with its end.
     pub fn line(&self) -> Vec<u8> {
-        encode(self)
+        json_line(self)
     }
 }

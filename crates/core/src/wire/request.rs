@@ -7,11 +7,12 @@
 use serde::{Deserialize, Serialize};
 
 use super::firmware::Firmware;
-use super::lines::{encode, parse};
+use super::lines::parse;
 #[cfg(doc)]
 use super::{Answer, BUDGET_MS_MAX, Hello, OTHERS_DISCARD, Refused, Status, hashes};
 use super::{BLOCK_PAGES, BadLine, OBJECTIONS_MAX, SEGMENTS_MAX, SPANS_MAX};
 use crate::range::Range;
+use crate::text::json_line;
 use crate::units::{Bytes, PAGE};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -236,6 +237,6 @@ impl Request {
 
     /// The line, with its end.
     pub fn line(&self) -> Vec<u8> {
-        encode(self)
+        json_line(self)
     }
 }
