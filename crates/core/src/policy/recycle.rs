@@ -158,13 +158,12 @@ fn on_request(
         split_min_pages: 1,
         ..Recycle::default()
     };
-    (want != Some(Bytes::ZERO)).then(|| RecycleOrder {
-        vm: vm.id,
-        name: vm.name.clone(),
-        recycle: Some(job),
-        mark: false,
-        reason: "the operator asked for it".into(),
-    })
+    let why = "the operator asked for it".into();
+    (want != Some(Bytes::ZERO)).then(|| order(vm, Some(job), false, why))
+}
+
+fn order(vm: &VmModel, recycle: Option<Recycle>, mark: bool, reason: String) -> RecycleOrder {
+    RecycleOrder { vm: vm.id, name: vm.name.clone(), recycle, mark, reason }
 }
 
 fn one(
@@ -179,9 +178,6 @@ fn one(
     let slack = Bytes((m.alloc_rate * params.slack_s * backoff) as u64).min(ram.share(SLACK_MOST));
     let held = agent.held.or(agent.free)?;
     let want = held - if params.slack_s > 0.0 { slack } else { Bytes::ZERO };
-    let order = |recycle, mark, reason: String| {
-        Some(RecycleOrder { vm: vm.id, name: vm.name.clone(), recycle, mark, reason })
-    };
     let job = |marked| Recycle {
         max_bytes: (params.slack_s > 0.0).then_some(want),
         budget_ms: params.budget_ms,
@@ -192,7 +188,7 @@ fn one(
     };
     if params.period_ms == 0 {
         let why = format!("host {}: all of {held} at once", model.state_of(vm));
-        return (want >= LEAST).then(|| order(Some(job(false)), false, why)).flatten();
+        return (want >= LEAST).then(|| order(vm, Some(job(false)), false, why));
     }
     let half = params.period_ms / 2;
     // The nearest tick: one that comes a moment early would put it off by a whole one.
@@ -200,16 +196,16 @@ fn one(
     match m.marked.map(|at| model.at.since(at)) {
         Some(age) if age + soon >= half => {
             let why = format!("{held} free and held; {slack} left as slack; free for {age} ms");
-            order((want >= LEAST).then(|| job(true)), true, why)
+            Some(order(vm, (want >= LEAST).then(|| job(true)), true, why))
         }
         Some(_) => {
             let (max_bytes, why) = whole_at_once(model, agent, m, params)?;
             let min_run_pages = crate::wire::BLOCK_PAGES;
             let budget_ms = params.budget_ms;
             let whole = Recycle { max_bytes, min_run_pages, budget_ms, ..Recycle::default() };
-            order(Some(whole), false, why)
+            Some(order(vm, Some(whole), false, why))
         }
-        None => order(None, true, "first look".into()),
+        None => Some(order(vm, None, true, "first look".into())),
     }
 }
 
