@@ -229,7 +229,7 @@ const MERGE: [(&str, MergeMode, &str); 3] = [
 
 /// What this word of [`AGENT`] stands for, and the word for it.
 pub(super) fn agent(word: &str) -> Option<AgentUse> {
-    AGENT.iter().find(|(its, ..)| *its == word).map(|(_, means, _)| *means)
+    one_of(word, AGENT).ok()
 }
 
 pub(super) fn word(agent: AgentUse) -> &'static str {
