@@ -192,6 +192,11 @@ impl Stamp {
     }
 }
 
+/// A pause of milliseconds that is doubled this often: `first` at first, at last `most`.
+pub(crate) fn doubled((first, most): (u64, u64), times: u32) -> u64 {
+    (first << times.min(16)).min(most)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -356,10 +356,8 @@ impl State {
 
 fn merge(tick: &Tick, model: &Model) -> Option<Merge> {
     let host = model.host.merge.as_ref()?;
-    let mut found = Candidates::default();
-    let parts = model.vms.iter().filter_map(|v| v.merge.as_ref()?.sample.found.as_ref());
-    parts.for_each(|f| found.add(f));
-    Some(Merge::new(host, tick.plan.merge.as_ref(), &found))
+    let found = model.vms.iter().filter_map(|v| v.merge.as_ref()?.sample.found.as_ref());
+    Some(Merge::new(host, tick.plan.merge.as_ref(), &found.sum()))
 }
 
 fn stage(name: StageName, plan: &Plan, memory: &Memory) -> Stage {

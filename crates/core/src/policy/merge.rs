@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 pub use self::order::{MergeCounts, MergeMemory, VmMergeMemory, merge, saved};
 pub use self::ranges::{Block, RANGES_MAX, WORDS, ranges};
 use crate::model::Pressure;
-use crate::units::{Bytes, PAGE, Stamp};
+use crate::units::{Bytes, PAGE, Stamp, doubled};
 
 /// CPU microseconds of `ksmd` for a page that it hashes for the first time.
 const FIRST_LOOK_US: f64 = 0.8;
@@ -115,6 +115,14 @@ impl Candidates {
         self.pages = self.pages.saturating_add(other.pages);
         self.zeros = self.zeros.saturating_add(other.zeros);
         self.duplicates = self.duplicates.saturating_add(other.duplicates);
+    }
+}
+
+impl<'a> std::iter::Sum<&'a Candidates> for Candidates {
+    fn sum<I: Iterator<Item = &'a Candidates>>(parts: I) -> Candidates {
+        let mut all = Candidates::default();
+        parts.for_each(|part| all.add(part));
+        all
     }
 }
 
@@ -342,10 +350,8 @@ fn end(
     memory.burst = None;
     memory.done = burst.plan;
     memory.unpaid = if saved < floor.share(cpu_s) { memory.unpaid + 1 } else { 0 };
-    memory.hold_until = (memory.unpaid > 0).then(|| {
-        let hold = HOLD_MS.0 << (memory.unpaid - 1).min(16);
-        facts.at.plus(hold.min(HOLD_MS.1))
-    });
+    memory.hold_until =
+        (memory.unpaid > 0).then(|| facts.at.plus(doubled(HOLD_MS, memory.unpaid - 1)));
     KsmdOrder::Rest { why: format!("{why}: {saved} saved in {cpu_s:.1} s of CPU") }
 }
 

@@ -12,13 +12,12 @@
 use serde::{Deserialize, Serialize};
 
 use super::LOOK_MS;
-use crate::units::Stamp;
+use crate::units::{Stamp, doubled};
 
 /// A VM counts as silent after this time, beyond the life of its last numbers.
 pub const SILENT_MS: u64 = 5_000;
-/// How long it is not asked after that, doubled up to [`PAUSE_MOST_MS`].
-const PAUSE_MS: u64 = 120_000;
-const PAUSE_MOST_MS: u64 = 3_600_000;
+/// How long it is not asked after that, at first and at most.
+const PAUSE_MS: (u64, u64) = (120_000, 3_600_000);
 /// If at least this many VMs are silent, and they are most, their silence has one cause.
 const SHARED_LEAST: usize = 3;
 
@@ -60,7 +59,7 @@ impl Contact {
     }
 
     fn pause(&self) -> u64 {
-        (PAUSE_MS << self.count.min(5)).min(PAUSE_MOST_MS)
+        doubled(PAUSE_MS, self.count)
     }
 
     /// Its guest reboots: that it says nothing is no silence.
@@ -132,7 +131,7 @@ mod tests {
         assert_eq!((r.left_ms(Stamp(110_000)), r.count), (Some(240_000), 2));
         live(&mut r, 111, 350, true);
         assert!(r.unseen(Stamp(349_000)).contains("2 times"));
-        assert_eq!(Contact { count: 9, ..r }.pause(), PAUSE_MOST_MS);
+        assert_eq!(Contact { count: 9, ..r }.pause(), PAUSE_MS.1);
         live(&mut r, 350, 2000, true);
         assert_eq!(r, Contact { spoke: true, ..Contact::default() });
     }

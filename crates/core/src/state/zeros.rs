@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::sample::VmSample;
 use crate::task::ZeroSample;
-use crate::units::{Bytes, Stamp};
+use crate::units::{Bytes, Stamp, doubled};
 
 /// All of a VM is looked through no more often than this; doubled each time that it
 /// brought next to nothing.
@@ -61,7 +61,7 @@ impl ZeroMemory {
 
     fn rest(&mut self, at: Stamp, fruitless: bool) {
         self.fruitless = if fruitless { (self.fruitless + 1).min(16) } else { 0 };
-        self.rest_until = Some(at.plus((REST_MS.0 << self.fruitless).min(REST_MS.1)));
+        self.rest_until = Some(at.plus(doubled(REST_MS, self.fruitless)));
     }
 }
 

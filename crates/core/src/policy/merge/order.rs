@@ -24,7 +24,7 @@ use crate::model::{MergeHost, MergeVm, Model, Pressure, VmModel};
 use crate::plan::{MergeOrder, MergePlan, ScanOrder};
 use crate::sample::{Ksm, Link, MergeSample};
 use crate::state::Memory;
-use crate::units::{Bytes, PAGE, Stamp};
+use crate::units::{Bytes, PAGE, Stamp, doubled};
 
 /// How long a VM is taken out after a storm; doubled each time.
 const STORM_MS: (u64, u64) = (60_000, 3_600_000);
@@ -113,8 +113,7 @@ impl VmMergeMemory {
             _ => true,
         };
         if written && is_storm(was.merged, now.merged, newly) {
-            let hold = STORM_MS.0 << self.storms.min(16);
-            self.storm_until = Some(at.plus(hold.min(STORM_MS.1)));
+            self.storm_until = Some(at.plus(doubled(STORM_MS, self.storms)));
             self.storms = self.storms.saturating_add(1);
         }
     }
@@ -183,8 +182,7 @@ pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan,
         });
     }
     if plan.why.is_empty() {
-        let mut found = Candidates::default();
-        vms.iter().filter_map(|(_, m)| m.sample.found).for_each(|f| found.add(&f));
+        let found: Candidates = vms.iter().filter_map(|(_, m)| m.sample.found.as_ref()).sum();
         plan.why = match host.scan.number {
             0 => "nothing was scanned yet".into(),
             _ => format!("merging would save {}; merge.mode is not \"on\"", found.saves()),

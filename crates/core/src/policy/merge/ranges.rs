@@ -87,8 +87,7 @@ pub fn ranges(
         runs.truncate(RANGES_MAX);
         runs.sort_by_key(|r| r.start);
     }
-    let mut all = Candidates::default();
-    runs.iter().for_each(|r| all.add(&r.found));
+    let mut all: Candidates = runs.iter().map(|r| &r.found).sum();
     all.duplicates = (all.duplicates as f64 * goes.clamp(0.0, 1.0)) as u64;
     (runs.into_iter().map(|r| Range { start: r.start, len: r.end - r.start }).collect(), all)
 }

@@ -12,14 +12,13 @@ use crate::model::{Convergence, Progress, VmModel};
 use crate::plan::{Action, Reason};
 use crate::sample::{RunState, VmSample};
 use crate::state::{Ledger, Move};
-use crate::units::{Bytes, Stamp};
+use crate::units::{Bytes, Stamp, doubled};
 
 /// An order to shrink that moved nothing in this time makes the guest “stuck”.
 pub const STUCK_AFTER_MS: u64 = 10_000;
-/// A stuck guest is asked again after this, doubling up to [`STUCK_MOST_MS`].
-pub const STUCK_FIRST_MS: u64 = 30_000;
-/// The longest pause for a guest that never follows.
-pub const STUCK_MOST_MS: u64 = 600_000;
+/// A stuck guest is asked again after this, doubled each time; the longest is for a guest that
+/// never follows.
+const STUCK_MS: (u64, u64) = (30_000, 600_000);
 /// An order that moved nothing in this time is shown as stuck. After half of it what is left of it
 /// is asked of others.
 pub const STILL_MS: u64 = 5_000;
@@ -136,8 +135,7 @@ impl VmMemory {
             Reason::Withdrawn => {
                 self.order = None;
                 self.stuck_count = (self.stuck_count + 1).min(16);
-                let pause = STUCK_FIRST_MS << (self.stuck_count - 1).min(8);
-                self.stuck_until = Some(at.plus(pause.min(STUCK_MOST_MS)));
+                self.stuck_until = Some(at.plus(doubled(STUCK_MS, self.stuck_count - 1)));
             }
             Reason::HandsOff | Reason::Needed => self.order = None,
             // What was taken went with the old kernel.

@@ -173,15 +173,9 @@ fn groups(vms: &[VmReport]) -> Vec<GroupReport> {
 
 fn cost(vms: &[VmResult]) -> Cost {
     let floor = Settings::default().floor;
-    let (mut all, mut steered) = (Candidates::default(), Candidates::default());
-    for block in vms.iter().flat_map(|v| v.blocks.iter()) {
-        let here = block.found();
-        all.add(&here);
-        if here.pays(floor) {
-            steered.add(&here);
-        }
-    }
-    Cost::new(&all, &steered)
+    let blocks = vms.iter().flat_map(|v| v.blocks.iter());
+    let all: Vec<Candidates> = blocks.map(|block| block.found()).collect();
+    Cost::new(&all.iter().sum(), &all.iter().filter(|found| found.pays(floor)).sum())
 }
 
 fn share(a: u64, b: u64) -> f64 {
