@@ -232,28 +232,25 @@ pub fn serve(listeners: Listeners, shared: Shared, inbox: Inbox) -> Result<()> {
 }
 
 fn asking(inbox: Inbox) -> Router {
-    let looker = inbox.clone();
-    let look = || async move {
-        looker.wake();
+    let look = |Of(inbox): Of<Inbox>| async move {
+        inbox.wake();
         (StatusCode::ACCEPTED, "{}")
     };
-    let hands_off = posted("a request to leave a VM alone", &inbox, |i| &i.hands);
     Router::new()
         .route("/v1/look", post(look))
-        .route("/v1/reclaim", posted("a reclaim request", &inbox, |i| &i.requests))
-        .route("/v1/merge", posted("a request about merging", &inbox, |i| &i.wishes))
-        .route("/v1/hands-off", hands_off)
+        .route("/v1/reclaim", posted("a reclaim request", |i| &i.requests))
+        .route("/v1/merge", posted("a request about merging", |i| &i.wishes))
+        .route("/v1/hands-off", posted("a request to leave a VM alone", |i| &i.hands))
         .layer(DefaultBodyLimit::max(4096))
+        .with_state(inbox)
 }
 
 /// Hands over what a client sends, and answers whether it was taken.
 fn posted<T: DeserializeOwned + Send + 'static>(
     what: &'static str,
-    inbox: &Inbox,
     list: fn(&Inbox) -> &Mutex<Vec<T>>,
-) -> MethodRouter {
-    let inbox = inbox.clone();
-    post(move |body: Bytes| async move {
+) -> MethodRouter<Inbox> {
+    post(move |Of(inbox): Of<Inbox>, body: Bytes| async move {
         match serde_json::from_slice(&body).map(|wish| inbox.put(list(&inbox), wish)) {
             Err(e) => (StatusCode::BAD_REQUEST, format!("not {what}: {e}\n")),
             Ok(true) => (StatusCode::ACCEPTED, "{}".into()),

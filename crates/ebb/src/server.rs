@@ -7,8 +7,7 @@
 
 use std::io;
 use std::pin::{Pin, pin};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -63,7 +62,7 @@ where
         match next().await {
             Ok(stream) => {
                 clients.make_room().await;
-                let moved = Moved::default();
+                let moved = Moved::now();
                 let task = tokio::spawn(serve(stream, app.clone(), moved.clone()));
                 clients.open.push((task.abort_handle(), moved));
             }
@@ -93,7 +92,7 @@ impl Clients {
 
     /// Closes the one that has been silent longest.
     async fn drop_silent(&mut self) {
-        let silent = (0..self.open.len()).min_by_key(|i| self.open[*i].1.at());
+        let silent = (0..self.open.len()).min_by_key(|i| *self.open[*i].1.last());
         if let Some(i) = silent {
             self.open.swap_remove(i).0.abort();
             // Its descriptor is closed when its task is dropped, which is now.
@@ -127,37 +126,31 @@ async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, app: Router, moved: 
     }
 }
 
-/// When bytes moved last on a connection, by [`now_ms`].
+/// When bytes moved last on a connection.
 #[derive(Clone)]
-struct Moved(Arc<AtomicU64>);
-
-/// Milliseconds since the first call.
-fn now_ms() -> u64 {
-    static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
-    START.get_or_init(std::time::Instant::now).elapsed().as_millis() as u64
-}
-
-impl Default for Moved {
-    fn default() -> Moved {
-        Moved(Arc::new(AtomicU64::new(now_ms())))
-    }
-}
+struct Moved(Arc<Mutex<Instant>>);
 
 impl Moved {
-    fn note(&self) {
-        self.0.store(now_ms(), Ordering::Relaxed);
+    fn now() -> Moved {
+        Moved(Arc::new(Mutex::new(Instant::now())))
     }
 
-    fn at(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+    fn last(&self) -> MutexGuard<'_, Instant> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn note(&self) {
+        *self.last() = Instant::now();
     }
 
     /// Waits until nothing has moved for too long.
     async fn silent(&self) {
         loop {
-            let quiet = Duration::from_millis(now_ms().saturating_sub(self.at()));
-            let Some(left) = IDLE.checked_sub(quiet).filter(|left| !left.is_zero()) else { return };
-            sleep_until(Instant::now() + left).await;
+            let end = *self.last() + IDLE;
+            if end <= Instant::now() {
+                return;
+            }
+            sleep_until(end).await;
         }
     }
 }

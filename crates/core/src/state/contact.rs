@@ -15,7 +15,7 @@ use super::LOOK_MS;
 use crate::units::{Stamp, doubled};
 
 /// A VM counts as silent after this time, beyond the life of its last numbers.
-pub const SILENT_MS: u64 = 5_000;
+const SILENT_MS: u64 = 5_000;
 /// How long it is not asked after that, at first and at most.
 const PAUSE_MS: (u64, u64) = (120_000, 3_600_000);
 /// If at least this many VMs are silent, and they are most, their silence has one cause.

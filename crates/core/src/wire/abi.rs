@@ -34,9 +34,9 @@ pub const FACTS_BYTES: usize = 264;
 /// Where the challenge is in the header: the one word the host writes.
 pub const CHALLENGE_AT: u64 = 208;
 /// Pages of extents at most.
-pub const EXTENT_PAGES_MAX: u32 = 64;
+const EXTENT_PAGES_MAX: u32 = 64;
 /// Extents in one of them at most.
-pub const EXTENTS_A_PAGE: u32 = 255;
+const EXTENTS_A_PAGE: u32 = 255;
 /// Map pages in all at most.
 pub const MAP_PAGES_MAX: u32 = 1 << 20;
 /// Longest `tick_ms` believed: twice the module's own.
@@ -70,7 +70,7 @@ pub enum GuestState {
 }
 
 impl GuestState {
-    pub fn from_word(word: u32) -> GuestState {
+    fn from_word(word: u32) -> GuestState {
         match word {
             1 => GuestState::Starting,
             2 => GuestState::Running,

@@ -41,10 +41,9 @@ pub fn main(
     let remembered = if dry_run { None } else { reexec::handed_over(&used) };
     let signals = Signals::note()?;
     let mut state = if dry_run { None } else { Some(open_state(&used, &mut config)?) };
-    for pid in process::daemons(&Root::default()).into_iter().filter(|_| !dry_run) {
-        if pid != std::process::id() {
-            say(&format!("process {pid} is an ebb run, too: stop all but one"));
-        }
+    let others = process::daemons(&Root::default()).into_iter();
+    for pid in others.filter(|pid| !dry_run && *pid != std::process::id()) {
+        say(&format!("process {pid} is an ebb run, too: stop all but one"));
     }
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
     // VMs that are owed something are served also where commands cannot be.

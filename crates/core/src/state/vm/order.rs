@@ -21,7 +21,7 @@ pub const STUCK_AFTER_MS: u64 = 10_000;
 const STUCK_MS: (u64, u64) = (30_000, 600_000);
 /// An order that moved nothing in this time is shown as stuck. After half of it what is left of it
 /// is asked of others.
-pub const STILL_MS: u64 = 5_000;
+const STILL_MS: u64 = 5_000;
 /// Slower than this a guest is “slow”, bytes a second.
 pub const SLOW_RATE: f64 = (32 << 20) as f64;
 /// The longest time that one tick adds where a guest is waited for: in a later tick it
@@ -30,7 +30,7 @@ pub(in crate::state) const LOOK_MS: u64 = 2_000;
 /// How long what was given and is not touched counts as gone.
 const GIVEN_LIFE_MS: u64 = 10_000;
 /// A guest that is short so soon after it was asked was asked too much.
-pub const HARM_MS: u64 = 10_000;
+const HARM_MS: u64 = 10_000;
 /// A guest with less available than this share of RAM may have deflated its balloon itself.
 const LOW_SHARE: f64 = 0.12;
 /// A guest that has little left may deflate its balloon by less than this, and what it touches is

@@ -154,10 +154,10 @@ fn proxmox_id_of(process: &QemuProcess) -> Option<String> {
 }
 
 /// How far the agent and the guest's module have come.
-fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Grade, &str, &str)) {
+fn agent_check(a: &AgentSample) -> (Grade, String, &'static str) {
     let why = a.why.as_deref().unwrap_or_default();
     let module = a.module.as_deref().unwrap_or_default();
-    let (grade, found, advice) = match (&a.link, a.state) {
+    match (&a.link, a.state) {
         (Link::Up, AgentState::Ready) if a.observes => (
             Grade::Note,
             format!("stock: ebb.ko {module} is there, its agent only observes"),
@@ -181,8 +181,7 @@ fn agent_check(a: &AgentSample, add: &mut impl FnMut(&str, Grade, &str, &str)) {
         (Link::Slow(w) | Link::Taken(w) | Link::Down(w), _) => {
             (Grade::Missing, format!("stock: the agent does not answer: {w}"), "")
         }
-    };
-    add("tier", grade, &found, advice);
+    }
 }
 
 /// Huge pages behind guest RAM: what is partly given back still counts as
@@ -206,10 +205,14 @@ fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Grad
         return add("tier", Grade::Missing, "none: no virtio balloon", advice);
     }
     match &vm.agent {
-        Some(a) => agent_check(a, add),
+        Some(a) => {
+            let (grade, found, advice) = agent_check(a);
+            add("tier", grade, &found, advice);
+        }
         None => add("tier", Grade::Good, "stock: balloon both ways", &agent_advice(domain)),
     }
-    reporting_check(vm.reporting, vm.agent.as_ref(), add);
+    let (grade, found, advice) = reporting_check(vm.reporting, vm.agent.as_ref());
+    add("free page reporting", grade, found, advice);
     if vm.deflate_on_oom == Some(false) {
         let advice = "with deflate-on-oom=on (libvirt: autodeflate='on') on the balloon the driver of a guest that runs out of \
                       memory deflates it at once, so Ebb keeps 12 % of its RAM as a buffer instead of 25 %";
@@ -260,10 +263,8 @@ fn agent_advice(domain: Option<&str>) -> String {
 fn reporting_check(
     reporting: Option<bool>,
     agent: Option<&AgentSample>,
-    add: &mut impl FnMut(&str, Grade, &str, &str),
-) {
-    let agent = agent.map(|a| a.state);
-    let (grade, found, advice) = match (reporting, agent) {
+) -> (Grade, &'static str, &'static str) {
+    match (reporting, agent.map(|a| a.state)) {
         (Some(true), _) => (Grade::Good, "on", ""),
         (Some(false), None) => (
             Grade::Missing,
@@ -278,8 +279,7 @@ fn reporting_check(
         ),
         (Some(false), Some(_)) => (Grade::Good, "off: the agent takes its place", ""),
         (None, _) => (Grade::Note, "this QEMU does not tell", "QEMU 5.1 has it"),
-    };
-    add("free page reporting", grade, found, advice);
+    }
 }
 
 #[cfg(test)]
