@@ -56,7 +56,7 @@ impl Bytes {
     }
 
     /// Words about it; none where it is zero.
-    pub(crate) fn if_any(self, words: impl FnOnce(Bytes) -> String) -> String {
+    pub fn if_any(self, words: impl FnOnce(Bytes) -> String) -> String {
         if self == Bytes::ZERO { String::new() } else { words(self) }
     }
 }

@@ -35,18 +35,15 @@ pub fn sections(vm: &VmSample) -> impl Iterator<Item = String> {
 /// Sections `[vm.NAME]` without a VM. Where one says `manage = false`, a VM that was meant is
 /// managed all the same.
 pub fn unmet_sections<'a>(config: &Config, unmet: impl Iterator<Item = &'a str>) -> Option<String> {
-    let (mut names, mut off) = (Vec::new(), Vec::new());
-    for name in unmet {
-        let manage = config.vms.get(name).is_none_or(|vm| vm.manage);
-        (if manage { &mut names } else { &mut off }).push(format!("[vm.{name}]"));
-    }
+    let is_managed = |name: &&str| config.vms.get(*name).is_none_or(|vm| vm.manage);
+    let (names, off): (Vec<&str>, Vec<&str>) = unmet.partition(is_managed);
     let all = names.len() + off.len();
     if all == 0 {
         return None;
     }
-    let off_end = if off.is_empty() { "" } else { " (manage = false)" };
-    let mut listed: Vec<String> = off.into_iter().map(|n| n + off_end).chain(names).collect();
-    listed.truncate(NAMES);
+    let off = off.iter().map(|name| format!("[vm.{name}] (manage = false)"));
+    let names = names.iter().map(|name| format!("[vm.{name}]"));
+    let listed: Vec<String> = off.chain(names).take(NAMES).collect();
     let rest = all - listed.len();
     let more = if rest > 0 { format!(" and {rest} more") } else { String::new() };
     Some(format!(

@@ -396,11 +396,8 @@ fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
 
 /// The state by headroom: up at the enter mark, down only at the leave mark.
 fn level_by_marks(ratio: f64, before: Pressure) -> Pressure {
-    let mut level = Pressure::Clear;
-    for (state, enter, leave) in MARKS {
-        if ratio < enter || (before >= state && ratio < leave) {
-            level = state;
-        }
-    }
-    level
+    let holds = |(state, enter, leave): &(Pressure, f64, f64)| {
+        ratio < *enter || (before >= *state && ratio < *leave)
+    };
+    MARKS.into_iter().rev().find(holds).map_or(Pressure::Clear, |(state, ..)| state)
 }

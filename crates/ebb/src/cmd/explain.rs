@@ -38,10 +38,7 @@ pub fn find<'a>(state: &'a State, name: &str) -> Result<&'a Vm> {
 
 pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
     let size = |b: Option<Bytes>| b.map_or("?".to_string(), |b| b.to_string());
-    let pool = match vm.hugetlb {
-        Bytes(0) => String::new(),
-        pool => format!(", {pool} of a pool of huge pages"),
-    };
+    let pool = vm.hugetlb.if_any(|pool| format!(", {pool} of a pool of huge pages"));
     let mut out = format!(
         "{} (pid {}), tier {}\n  size      {} of {} RAM; floor {}, ceiling {}{}\n  \
          resident  {}, in swap {}{pool}\n  guest     needs {}, working set {}, has {} available\n  \
@@ -121,7 +118,7 @@ pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
 fn held_for(vm: &Vm) -> Option<String> {
     let (resident, swap) = (vm.resident? + vm.hugetlb, vm.swap.unwrap_or_default());
     let (known, uses, rest) = by_module(vm).or_else(|| by_statistics(vm))?;
-    let mut said = if let Some(vmm) = vm.vmm.filter(|vmm| known + *vmm <= resident) {
+    let said = if let Some(vmm) = vm.vmm.filter(|vmm| known + *vmm <= resident) {
         format!("{uses}, {vmm} of the VMM itself; {rest}: {} or more", resident - known - vmm)
     } else if known <= resident {
         format!("{uses}; {rest}, or the VMM's own: {} or more", resident - known)
@@ -132,10 +129,8 @@ fn held_for(vm: &Vm) -> Option<String> {
         )
     };
     let merged = vm.merge.as_ref().map_or(Bytes(0), merged_now);
-    if merged > Bytes(0) {
-        said += &format!("; {merged} are merged, and count for each VM that has them");
-    }
-    Some(said)
+    let shared = |merged| format!("; {merged} are merged, and count for each VM that has them");
+    Some(said + &merged.if_any(shared))
 }
 
 /// What of a VM's resident memory is merged. Zero pages that KSM found are not resident.
@@ -152,10 +147,8 @@ fn by_module(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
     let cache =
         Bytes::pages(facts.cached) + Bytes::pages(facts.buffers) - Bytes::pages(facts.shmem);
     let used = vm.actual.or(vm.ram)? - free;
-    let partial = agent.held_partial.filter(|partial| *partial > Bytes(0));
-    let partial = partial.map_or(String::new(), |partial| {
-        format!("{partial} of it in huge pages that the guest uses in part; ")
-    });
+    let in_part = |partial| format!("{partial} of it in huge pages that the guest uses in part; ");
+    let partial = agent.held_partial.unwrap_or_default().if_any(in_part);
     let free_held = format!("{held} free in the guest ({partial}{free} are free in all)");
     // Its CPUs' own lists, and pages that the module does not record.
     let unmapped = Bytes::pages(facts.free) - free;
@@ -167,10 +160,7 @@ fn by_module(vm: &Vm) -> Option<(Bytes, String, &'static str)> {
     } else {
         let kernel = used - anon - cache - unmapped;
         let kernel = format!("{kernel} of the guest's kernel");
-        let unmapped = match unmapped {
-            Bytes(0) => String::new(),
-            some => format!("{some} free but not in the module's map, "),
-        };
+        let unmapped = unmapped.if_any(|some| format!("{some} free but not in the module's map, "));
         format!("{anon} of programs, {cache} page cache, {kernel}, {unmapped}{free_held}")
     };
     // `held` is counted every two seconds.

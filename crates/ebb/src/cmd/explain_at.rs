@@ -151,14 +151,9 @@ fn result(all: &[Moment], i: usize) -> Option<String> {
     let later = all[i + 1..]
         .iter()
         .take_while(|l| l.wall_ms <= all[i].wall_ms + RESULT_MS && l.tick > all[i].tick);
-    let mut last = None;
-    for l in later {
-        last = Some(l);
-        if l.to.is_some() || l.actual.is_some_and(|a| a.abs_diff(order) < Bytes::mib(1)) {
-            break;
-        }
-    }
-    let last = last?;
+    let there = |a: Bytes| a.abs_diff(order) < Bytes::mib(1);
+    let end = later.clone().find(|l| l.to.is_some() || l.actual.is_some_and(there));
+    let last = end.or(later.last())?;
     let seconds = (last.wall_ms - all[i].wall_ms) as f64 / 1000.0;
     Some(format!(
         "{seconds:.1} s later its size was {}, resident {} (before: {}, {}); host {}",

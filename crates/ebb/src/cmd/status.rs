@@ -107,10 +107,7 @@ fn limits(limits: &[Limit]) -> String {
     let line = |l: &&Limit| {
         let vms = if l.vms == 1 { "1 VM".to_owned() } else { format!("{} VMs", l.vms) };
         let (name, state) = (&l.name, l.state);
-        let lacks = match l.shortage {
-            Bytes(0) => String::new(),
-            lacks => format!(", lacks {lacks}"),
-        };
+        let lacks = l.shortage.if_any(|lacks| format!(", lacks {lacks}"));
         format!("     limit {name}, {vms}: {state}, {} of {} left{lacks}\n", l.headroom, l.capacity)
     };
     let more = match worst.len().saturating_sub(LIMITS) {

@@ -193,8 +193,8 @@ pub(super) fn backing_check(vm: &Vm, root: &Root) -> Option<Check> {
     let (resident, huge, merged) =
         (sum(|r| r.resident), sum(|r| r.huge), sum(|r| r.ksm.unwrap_or_default()));
     let found = format!("{resident} resident, {huge} of it in huge pages");
-    let merged = if merged.0 > 0 { format!(", {merged} merged") } else { String::new() };
-    Some(check(&vm.name, "memory on the host", Grade::Good, found + &merged, ""))
+    let found = found + &merged.if_any(|merged| format!(", {merged} merged"));
+    Some(check(&vm.name, "memory on the host", Grade::Good, found, ""))
 }
 
 /// `domain`: the name of libvirt's domain that it is.
