@@ -66,17 +66,9 @@ impl<'a> View<'a> {
 
 /// The part of each VM by the limit that leaves it least.
 pub(super) fn least_parts(allots: &[Allotment]) -> Vec<Option<Part>> {
-    let (first, rest) = allots.split_first().expect("there is always one limit");
-    let mut parts = first.parts.clone();
-    for allotment in rest {
-        for (part, other) in parts.iter_mut().zip(&allotment.parts) {
-            *part = match (*part, *other) {
-                (Some(a), Some(b)) => Some(a.least(&b)),
-                (a, b) => a.or(b),
-            };
-        }
-    }
-    parts
+    let vms = allots.first().map_or(0, |allotment| allotment.parts.len());
+    let least = |vm: usize| allots.iter().filter_map(|a| a.parts[vm]).reduce(|a, b| a.least(&b));
+    (0..vms).map(least).collect()
 }
 
 /// Of something of each VM, in the model's order, what those below the limit shown have.
