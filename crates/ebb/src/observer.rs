@@ -42,9 +42,8 @@ pub struct Observer {
     started: Instant,
     file: Option<BufWriter<File>>,
     verbose: bool,
-    dry_run: bool,
-    orders: u64,
-    orders_failed: u64,
+    /// As it was told last.
+    daemon: view::Daemon,
     first: Option<Stamp>,
     /// Sections of the configuration whose VM was never seen.
     unmet: BTreeSet<String>,
@@ -85,6 +84,13 @@ impl Observer {
         // Three ticks, where those are longer than the unit expects.
         let patience = head.config.tick_ms.saturating_mul(3_000).max(30_000_000);
         let _ = sd_notify::notify(&[NotifyState::WatchdogUsec(patience as u32)]);
+        let daemon = view::Daemon {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: std::process::id(),
+            dry_run,
+            socket: head.config.socket.clone(),
+            ..view::Daemon::default()
+        };
         Ok(Observer {
             shared,
             config: head.config.clone(),
@@ -93,9 +99,7 @@ impl Observer {
             started: Instant::now(),
             file,
             verbose,
-            dry_run,
-            orders: 0,
-            orders_failed: 0,
+            daemon,
             first: None,
             problem_lines: LogLimiter::default(),
             order_lines: LogLimiter::default(),
@@ -107,8 +111,9 @@ impl Observer {
     /// Takes over what a tick was.
     pub fn observe(&mut self, engine: &Engine, tick: Tick, model: &Arc<Model>) {
         let head = self.head.take();
-        self.orders += tick.outcomes.len() as u64;
-        self.orders_failed += tick.outcomes.iter().filter(|o| o.error.is_some()).count() as u64;
+        let failed = tick.outcomes.iter().filter(|o| o.error.is_some()).count();
+        self.daemon.orders += tick.outcomes.len() as u64;
+        self.daemon.orders_failed += failed as u64;
         let text = recorder::line(&tick);
         self.write(head.as_ref(), tick.number, &text);
         let decisions = view::decisions(&tick, model);
@@ -116,34 +121,21 @@ impl Observer {
         self.log(&tick, model, &warnings, &decisions);
         self.log_beside(&tick);
         let _ = sd_notify::notify(&[NotifyState::Watchdog]);
-        let mut daemon = self.daemon(&tick);
+        self.daemon.uptime_s = self.started.elapsed().as_secs();
+        self.daemon.tick_ms = LinuxHost::now().since(tick.sample.at) as f64;
         let mut published = self.shared.lock();
         if let Some(head) = &head {
             published.recorder.head(head);
         }
         published.recorder.tick(tick.sample.at, &text);
-        daemon.record_s = published.recorder.span_ms() as f64 / 1000.0;
-        daemon.record = Bytes(published.recorder.bytes() as u64);
-        let memory = engine.memory.clone();
+        self.daemon.record_s = published.recorder.span_ms() as f64 / 1000.0;
+        self.daemon.record = Bytes(published.recorder.bytes() as u64);
+        let (memory, daemon) = (engine.memory.clone(), self.daemon.clone());
         let latest = Latest::new(tick, model.clone(), memory, daemon, warnings);
         published.latest = Some(Arc::new(latest));
         published.decided(decisions);
         let wanted = published.recorder.wants_head();
         self.head = wanted.then(|| Head::new(&self.config, &engine.memory));
-    }
-
-    fn daemon(&self, tick: &Tick) -> view::Daemon {
-        view::Daemon {
-            version: env!("CARGO_PKG_VERSION").into(),
-            pid: std::process::id(),
-            uptime_s: self.started.elapsed().as_secs(),
-            dry_run: self.dry_run,
-            tick_ms: LinuxHost::now().since(tick.sample.at) as f64,
-            orders: self.orders,
-            orders_failed: self.orders_failed,
-            socket: self.config.socket.clone(),
-            ..view::Daemon::default()
-        }
     }
 
     /// What in the configuration has no effect here, and what keeps Ebb from taking.
@@ -178,8 +170,9 @@ impl Observer {
     /// Orders that are no decision on a size: said where nothing is done (a dry run
     /// tells all), where they can hurt, and in full with `--verbose`.
     fn log_beside(&mut self, tick: &Tick) {
-        let not = if self.dry_run { " (dry run)" } else { "" };
-        for r in tick.plan.recycle.iter().filter(|_| self.dry_run || self.verbose) {
+        let not = if self.daemon.dry_run { " (dry run)" } else { "" };
+        let all = self.daemon.dry_run || self.verbose;
+        for r in tick.plan.recycle.iter().filter(|_| all) {
             let what = if r.recycle.is_some() { "recycle" } else { "look at free pages" };
             say(&format!("{}: {what}: {}{not}", r.name, r.reason));
         }
@@ -194,7 +187,7 @@ impl Observer {
             self.said.merging = words;
         }
         for o in tick.plan.orders.each() {
-            if o.always_logged || self.dry_run || self.verbose {
+            if o.always_logged || all {
                 say(&format!("{o}{not}"));
             }
         }
