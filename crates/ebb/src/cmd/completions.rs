@@ -69,10 +69,8 @@ fn with_value(command: &Command) -> BTreeSet<String> {
 
 /// Calls what was generated, and adds the names.
 fn bash(with_vm: &[String], with_value: &BTreeSet<String>) -> String {
-    let cases: Vec<String> = with_vm.iter().map(|path| format!("\"{path} \"*")).collect();
-    let cases = cases.join(" | ");
-    let values: Vec<&str> = with_value.iter().map(String::as_str).collect();
-    let values = values.join(" | ");
+    let cases = Vec::from_iter(with_vm.iter().map(|path| format!("\"{path} \"*"))).join(" | ");
+    let values = Vec::from_iter(with_value.iter().map(String::as_str)).join(" | ");
     format!(
         r#"
 _ebb_with_vms() {{

@@ -104,20 +104,19 @@ fn left_alone(vm: &Vm, down: &str) -> bool {
 
 pub(super) fn proxmox_check(vm: &Vm, process: Option<&QemuProcess>, root: &Root) -> Option<Check> {
     let id = process.and_then(proxmox_id_of)?;
-    let at_start;
     let (grade, found) = match proxmox_balloon(root, &id) {
         Some(ProxmoxBalloon::Nothing) => return None,
         Some(ProxmoxBalloon::Always) => {
-            (Grade::Missing, "Proxmox's pvestatd sets its balloon as well")
+            (Grade::Missing, "Proxmox's pvestatd sets its balloon as well".into())
         }
-        Some(ProxmoxBalloon::AtStart(mib)) => {
-            at_start =
-                format!("it starts with the {mib} MiB that Proxmox sets, and keeps that size");
-            (Grade::Missing, at_start.as_str())
-        }
-        None => {
-            (Grade::Note, "Proxmox sets its balloon as well, if its configuration has `balloon`")
-        }
+        Some(ProxmoxBalloon::AtStart(mib)) => (
+            Grade::Missing,
+            format!("it starts with the {mib} MiB that Proxmox sets, and keeps that size"),
+        ),
+        None => (
+            Grade::Note,
+            "Proxmox sets its balloon as well, if its configuration has `balloon`".to_owned(),
+        ),
     };
     let advice = format!(
         "qm set {id} --delete balloon (not --balloon 0, which removes the balloon at the next \
