@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::BufReader;
 
 use anyhow::{Context, Result, bail};
-use ebb_core::tick::{Engine, Tick};
+use ebb_core::plan::Plan;
 use serde::Serialize;
 
 use crate::daemon_client;
@@ -33,18 +33,18 @@ pub fn record(socket: &str, output: &str) -> Result<()> {
 }
 
 #[derive(Debug, Default, Serialize)]
-pub struct Replay {
-    pub ticks: u64,
-    pub actions: u64,
+struct Replay {
+    ticks: u64,
+    actions: u64,
     /// Ticks whose plan came out otherwise.
-    pub different: Vec<Difference>,
+    different: Vec<Difference>,
 }
 
 #[derive(Debug, Serialize)]
-pub struct Difference {
-    pub tick: u64,
-    pub recorded: ebb_core::plan::Plan,
-    pub replayed: ebb_core::plan::Plan,
+struct Difference {
+    tick: u64,
+    recorded: Plan,
+    replayed: Plan,
 }
 
 /// Differences kept; the rest is only counted in the exit code.
@@ -69,25 +69,18 @@ fn text(found: &Replay) -> String {
 }
 
 /// Decides every tick of a record again.
-pub fn decide_again(input: impl std::io::BufRead) -> Result<Replay> {
+fn decide_again(input: impl std::io::BufRead) -> Result<Replay> {
     let mut found = Replay::default();
-    if !recorder::replay(input, |engine, tick| compare(engine, tick, &mut found))? {
-        bail!("there is nothing in it");
-    }
-    Ok(found)
-}
-
-fn compare(engine: &mut Engine, recorded: &Tick, found: &mut Replay) {
-    let (tick, _) = engine.replay(recorded);
-    found.ticks += 1;
-    found.actions += tick.plan.actions.len() as u64;
-    if tick.plan != recorded.plan && found.different.len() < DIFFERENCES {
-        found.different.push(Difference {
-            tick: recorded.number,
-            recorded: recorded.plan.clone(),
-            replayed: tick.plan,
-        });
-    }
+    let any = recorder::replay(input, |engine, recorded| {
+        let replayed = engine.replay(recorded).0.plan;
+        found.ticks += 1;
+        found.actions += replayed.actions.len() as u64;
+        if replayed != recorded.plan && found.different.len() < DIFFERENCES {
+            let (tick, recorded) = (recorded.number, recorded.plan.clone());
+            found.different.push(Difference { tick, recorded, replayed });
+        }
+    })?;
+    if any { Ok(found) } else { bail!("there is nothing in it") }
 }
 
 #[cfg(test)]
@@ -96,6 +89,7 @@ mod tests {
     use crate::recorder::{Head, Recorder};
     use ebb_core::config::Config;
     use ebb_core::state::Memory;
+    use ebb_core::tick::Engine;
     use ebb_core::units::Bytes;
     use ebb_sim::{Setup, World, run, scenario};
 
