@@ -35,7 +35,6 @@ const UNHEEDED_MS: u64 = 30_000;
 
 pub struct Observer {
     shared: Shared,
-    config: Config,
     /// What was remembered before the next tick, where a part of the record begins
     /// with it: copied only then.
     head: Option<Head>,
@@ -47,9 +46,6 @@ pub struct Observer {
     first: Option<Stamp>,
     /// Sections of the configuration whose VM was never seen.
     unmet: BTreeSet<String>,
-    problem_lines: LogLimiter,
-    order_lines: LogLimiter,
-    warning_lines: LogLimiter,
     said: Said,
 }
 
@@ -61,6 +57,9 @@ struct Said {
     merging: String,
     /// VMs whose owner's request is not heeded, and when that was said.
     unheeded: BTreeMap<VmId, Stamp>,
+    problems: LogLimiter,
+    orders: LogLimiter,
+    warnings: LogLimiter,
 }
 
 impl Observer {
@@ -93,7 +92,6 @@ impl Observer {
         };
         Ok(Observer {
             shared,
-            config: head.config.clone(),
             unmet: head.config.vms.keys().cloned().collect(),
             head: Some(head),
             started: Instant::now(),
@@ -101,9 +99,6 @@ impl Observer {
             verbose,
             daemon,
             first: None,
-            problem_lines: LogLimiter::default(),
-            order_lines: LogLimiter::default(),
-            warning_lines: LogLimiter::default(),
             said: Said::default(),
         })
     }
@@ -117,7 +112,7 @@ impl Observer {
         let text = recorder::line(&tick);
         self.write(head.as_ref(), tick.number, &text);
         let decisions = view::decisions(&tick, model);
-        let warnings = self.warnings(&tick, model);
+        let warnings = self.warnings(&engine.config, &tick, model);
         self.log(&tick, model, &warnings, &decisions);
         self.log_beside(&tick);
         let _ = sd_notify::notify(&[NotifyState::Watchdog]);
@@ -135,11 +130,11 @@ impl Observer {
         published.latest = Some(Arc::new(latest));
         published.decided(decisions);
         let wanted = published.recorder.wants_head();
-        self.head = wanted.then(|| Head::new(&self.config, &engine.memory));
+        self.head = wanted.then(|| Head::new(&engine.config, &engine.memory));
     }
 
     /// What in the configuration has no effect here, and what keeps Ebb from taking.
-    fn warnings(&mut self, tick: &Tick, model: &Model) -> Vec<String> {
+    fn warnings(&mut self, config: &Config, tick: &Tick, model: &Model) -> Vec<String> {
         if !self.unmet.is_empty() {
             for name in tick.sample.vms.iter().flat_map(advice::sections) {
                 self.unmet.remove(&name);
@@ -147,8 +142,8 @@ impl Observer {
         }
         let looked = tick.sample.at.since(*self.first.get_or_insert(tick.sample.at));
         let unmet = self.unmet.iter().map(String::as_str).filter(|_| looked >= SETTLED_MS);
-        let reserve = advice::cut_reserve(&self.config, &model.host);
-        let unmet = advice::unmet_sections(&self.config, unmet);
+        let reserve = advice::cut_reserve(config, &model.host);
+        let unmet = advice::unmet_sections(config, unmet);
         reserve.into_iter().chain(unmet).chain(view::forbidden(tick)).collect()
     }
 
@@ -212,10 +207,10 @@ impl Observer {
             self.said.state = host.state;
         }
         let all: Vec<String> = model.host.warnings.iter().chain(warnings).cloned().collect();
-        for w in self.warning_lines.warnings(tick.sample.at, all) {
+        for w in self.said.warnings.warnings(tick.sample.at, all) {
             say(&format!("warning: {w}"));
         }
-        for p in self.problem_lines.news(tick.sample.at, &tick.sample.problems) {
+        for p in self.said.problems.news(tick.sample.at, &tick.sample.problems) {
             say(&Problem::new(p, model).to_string());
         }
         let (at, said) = (tick.sample.at, &mut self.said.unheeded);
@@ -227,7 +222,7 @@ impl Observer {
                 say(&format!("{name}: not asked for its memory as the operator wished: {why}"));
             }
         }
-        for line in self.order_lines.orders(at, decisions) {
+        for line in self.said.orders.orders(at, decisions) {
             say(&line);
         }
     }
