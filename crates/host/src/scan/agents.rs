@@ -7,20 +7,20 @@
 //! for too long, is left alone from then on, and its VM read from outside.
 
 use std::io::{Error, ErrorKind, Result};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ebb_core::sample::VmId;
 use ebb_core::wire::Segment;
 use ebb_core::wire::hashes::{HashReply, HashRequest};
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::event::PollFd;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::Pid;
 
 use crate::lock;
 use crate::root::Root;
+use crate::sockets::{self, interest};
 use crate::sys::{Range, is_idle, set_idle};
 
 /// Milliseconds of work, by a thread that has less weight than others.
@@ -63,6 +63,7 @@ impl HashLink {
         ram.sort_by_key(|r| r.start);
         let (flags, kind) = (SocketFlags::CLOEXEC, SocketType::STREAM);
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
+        rustix::io::ioctl_fionbio(&ours, true)?;
         Ok((HashLink { ram, socket: Mutex::new(ours), failure: Mutex::default() }, theirs))
     }
 
@@ -90,48 +91,25 @@ impl HashLink {
 }
 
 fn exchange(socket: &OwnedFd, request: &HashRequest, until: Instant) -> Result<HashReply> {
-    let (bytes, mut sent) = (request.encode(), 0);
-    while sent < bytes.len() {
-        wait(socket, PollFlags::OUT, until)?;
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        sent += again(rustix::net::send(socket, &bytes[sent..], flags))?.unwrap_or(0);
-    }
-    let mut head = [0; HashReply::HEAD];
-    fill(socket, &mut head, until)?;
     let garbage = || Error::new(ErrorKind::InvalidData, "not the protocol");
-    let mut rest = vec![0; HashReply::rest(&head).ok_or_else(garbage)?];
-    fill(socket, &mut rest, until)?;
-    HashReply::parse(&head, &rest, &request.ranges).ok_or_else(garbage)
-}
-
-fn fill(socket: &OwnedFd, mut to: &mut [u8], until: Instant) -> Result<()> {
-    while !to.is_empty() {
-        wait(socket, PollFlags::IN, until)?;
-        match again(rustix::net::recv(socket, &mut *to, RecvFlags::DONTWAIT))? {
-            Some((0, _)) => return Err(Error::new(ErrorKind::UnexpectedEof, "it hung up")),
-            Some((n, _)) => to = &mut to[n..],
-            None => {}
+    let (mut outbox, mut inbox) = (request.encode(), Vec::new());
+    loop {
+        sockets::send(socket, &mut outbox, &mut None)?;
+        let (bytes, there) = sockets::receive(socket)?;
+        inbox.extend(bytes);
+        if let Some((head, rest)) = inbox.split_first_chunk()
+            && rest.len() >= HashReply::rest(head).ok_or_else(garbage)?
+        {
+            return HashReply::parse(head, rest, &request.ranges).ok_or_else(garbage);
         }
-    }
-    Ok(())
-}
-
-fn again<T>(done: rustix::io::Result<T>) -> Result<Option<T>> {
-    match done {
-        Ok(done) => Ok(Some(done)),
-        Err(Errno::INTR | Errno::AGAIN) => Ok(None),
-        Err(e) => Err(e.into()),
-    }
-}
-
-fn wait(socket: &OwnedFd, what: PollFlags, until: Instant) -> Result<()> {
-    let late = || Error::new(ErrorKind::TimedOut, "no answer for too long");
-    let left = until.checked_duration_since(Instant::now()).ok_or_else(late)?;
-    let left = left.try_into().map_err(|_| late())?;
-    match poll(&mut [PollFd::from_borrowed_fd(socket.as_fd(), what)], Some(&left)) {
-        Ok(0) => Err(late()),
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(e) => Err(e.into()),
+        if !there {
+            return Err(Error::new(ErrorKind::UnexpectedEof, "it hung up"));
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Error::new(ErrorKind::TimedOut, "no answer for too long"));
+        }
+        sockets::ready(&mut [PollFd::new(socket, interest(!outbox.is_empty()))], left);
     }
 }
 
