@@ -132,7 +132,6 @@ pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStat
     };
     let mut s = GuestStats {
         updated_s,
-        age_ms: 0,
         total: field("stat-total-memory").map(Bytes),
         free: field("stat-free-memory").map(Bytes),
         available: field("stat-available-memory").map(Bytes),
@@ -144,8 +143,7 @@ pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStat
         oom_kills: field("stat-oom-kill"),
         alloc_stalls: field("stat-alloc-stall"),
         direct_reclaim: field("stat-direct-reclaim"),
-        is_windows: false,
-        refaults: None,
+        ..GuestStats::default()
     };
     // Linux tells of huge pages (4.17), virtio-win's service did not before 2020.
     let old = stats.contains_key(HUGE_PAGES) && field(HUGE_PAGES).is_none();

@@ -39,8 +39,12 @@ fn connect_long(socket: &OwnedFd, path: &Path) -> Result<()> {
         return Err(Errno::NAMETOOLONG);
     };
     let dir = rustix::fs::open(dir, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-    let short = PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd())).join(name);
-    rustix::net::connect(socket, &SocketAddrUnix::new(short)?)
+    rustix::net::connect(socket, &SocketAddrUnix::new(fd_path(&dir).join(name))?)
+}
+
+/// A path that leads to what a descriptor of ours is open on.
+pub(crate) fn fd_path(fd: &OwnedFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
 
 /// The process that listens (`SO_PEERCRED`); `None`: of another pid namespace.

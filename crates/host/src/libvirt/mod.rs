@@ -18,7 +18,7 @@ mod watch;
 mod worker;
 pub mod xdr;
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Sender, channel};
@@ -33,6 +33,7 @@ use crate::probe::process::read_credentials;
 use crate::probe::qemu::QemuProcess;
 use crate::qmp::{Client, Words};
 use crate::root::Root;
+use crate::sockets::{self, fd_path};
 use crate::waker::Waker;
 
 pub(crate) use self::watch::Watch;
@@ -64,7 +65,7 @@ impl Address {
 
     fn connect(&self) -> rustix::io::Result<OwnedFd> {
         let Some(container) = &self.container else {
-            return crate::sockets::connect(&self.socket);
+            return sockets::connect(&self.socket);
         };
         let path = self.socket.strip_prefix(container).map_err(|_| Errno::INVAL)?;
         let path = open_inside(container, path)?;
@@ -72,7 +73,7 @@ impl Address {
         if inode(&path)? != self.key {
             return Err(Errno::STALE);
         }
-        crate::sockets::connect(&fd_path(&path))
+        sockets::connect(&fd_path(&path))
     }
 
     /// Whether the pid file in its container can have been written by the daemon that the process
@@ -273,10 +274,6 @@ fn pid_file(name: &str) -> String {
 fn inode(file: &OwnedFd) -> rustix::io::Result<PathBuf> {
     let stat = fstat(file)?;
     Ok(PathBuf::from(format!("{}:{}", stat.st_dev, stat.st_ino)))
-}
-
-fn fd_path(fd: &OwnedFd) -> PathBuf {
-    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
 
 #[cfg(test)]

@@ -57,18 +57,11 @@ fn inspect(
     owed: &HashSet<VmId>,
     pid: u32,
 ) -> Result<Program, ProbeError> {
-    let Some(stat) = read_stat(root, pid)? else { return Ok(Program::Other) };
-    let id = VmId { pid, start: stat.start };
     let mut scanner = Scanner { owed: owed.clone(), ..Scanner::new(trust.clone()) };
-    match scanner.trust_of(root, id)? {
-        ProcessTrust::Trusted => {}
-        ProcessTrust::Refused(why) => return Ok(Program::Refused(why)),
-        ProcessTrust::Gone => return Ok(Program::Other),
-    }
-    match root.read_bytes(format!("/proc/{pid}/cmdline"))? {
-        Some(line) => scanner.program(root, id, &line),
-        None => Ok(Program::Other),
-    }
+    Ok(match scanner.look(root, pid, None)? {
+        Change::New(seen) => seen.program,
+        Change::Same | Change::Gone => Program::Other,
+    })
 }
 
 /// The VM that serves a socket which the configuration names.

@@ -29,9 +29,7 @@ pub fn read_ksm(root: &Root) -> Probed<Ksm> {
         pages_skipped: number(root, "pages_skipped")?,
         chains: count("stable_node_chains")?,
         chain_pages: count("stable_node_dups")?,
-        cpu_ms: None,
-        ksmtuned: None,
-        mapped: None,
+        ..Ksm::default()
     }))
 }
 

@@ -19,6 +19,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::Pid;
 
 use crate::lock;
+use crate::probe::process::is_named;
 use crate::root::Root;
 use crate::sockets::{self, interest};
 use crate::sys::{Range, is_idle, set_idle};
@@ -27,7 +28,7 @@ use crate::sys::{Range, is_idle, set_idle};
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What an agent's thread calls itself.
-const THREAD: &str = "ebb-hash\n";
+const THREAD: &str = "ebb-hash";
 
 /// Gives a VM's agent the weight of `ksmd` where it could not take it: QEMU's sandbox
 /// forbids all but to run when nothing else needs the CPU, which on a full host is never.
@@ -36,13 +37,12 @@ pub fn lift(root: &Root, vm: VmId) {
     if Pid::from_raw(vm.pid as i32).is_none_or(is_idle) {
         return;
     }
-    let tasks = std::fs::read_dir(root.path(format!("/proc/{}/task", vm.pid)));
-    for task in tasks.into_iter().flatten().flatten() {
-        let hashes = std::fs::read(task.path().join("comm")).is_ok_and(|c| c == THREAD.as_bytes());
-        let thread = task.file_name().to_str().and_then(|t| Pid::from_raw(t.parse().ok()?));
-        let thread = thread.filter(|t| hashes && is_idle(*t));
+    let tasks = root.read_dir(format!("/proc/{}/task", vm.pid)).ok().flatten();
+    let numbers = tasks.iter().flatten().filter_map(|name| name.to_str()?.parse::<u32>().ok());
+    let threads = numbers.filter(|thread| is_named(root, *thread, THREAD));
+    for thread in threads.filter_map(|t| Pid::from_raw(t as i32)).filter(|t| is_idle(*t)) {
         // Without CAP_SYS_NICE it stays as it is.
-        thread.into_iter().for_each(|t| drop(set_idle(Some(t), false)));
+        let _ = set_idle(Some(thread), false);
     }
 }
 
