@@ -9,6 +9,7 @@ pub mod histogram;
 pub mod mapping;
 pub mod model;
 pub mod page_hash;
+pub mod page_scan;
 pub mod plan;
 pub mod policy;
 pub mod range;

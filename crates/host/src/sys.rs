@@ -10,22 +10,15 @@ use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
+use ebb_core::page_scan::{self, Argument};
 use libc::{c_long, c_ulong, iovec};
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 use rustix::process::{Pid, getpriority_process, setpriority_process};
 
 pub use ebb_core::range::Range;
 
 /// Most ranges of one [`read_process`] (`UIO_MAXIOV`).
 pub const VECTOR_MAX: usize = 1024;
-
-const PAGEMAP_SCAN: c_ulong = 0xc060_6610;
-const PAGE_IS_PRESENT: u64 = 1 << 3;
-const PAGE_IS_SWAPPED: u64 = 1 << 4;
-const PAGE_IS_PFNZERO: u64 = 1 << 5;
-const PAGE_IS_HUGE: u64 = 1 << 6;
-/// Regions of one PAGEMAP_SCAN. The kernel's own buffer has 512: with no more,
-/// a full vector is the only way to end early, and its last region says where.
-const REGIONS: usize = 512;
 
 pub(crate) fn check(result: c_long) -> Result<usize> {
     if result < 0 { Err(Error::last_os_error()) } else { Ok(result as usize) }
@@ -38,45 +31,20 @@ pub(crate) fn vectors(places: &[Range]) -> Vec<iovec> {
 }
 
 /// Calls `each` with every stretch of a range that is in memory, the zero page
-/// left out, and whether huge pages map it (Linux 6.7+, `fs/proc/task_mmu.c`).
-/// `ENOTTY` on older kernels; nothing at all where the process has ended. The agent, which does
-/// not use this crate, has its own in `vmm/src/sys.rs`.
+/// left out, and whether huge pages map it (Linux 6.7+). `ENOTTY` on older kernels; nothing at all
+/// where the process has ended.
 pub fn pagemap_scan(
     pagemap: BorrowedFd<'_>,
     range: Range,
-    mut each: impl FnMut(Range, bool),
+    each: impl FnMut(Range, bool),
 ) -> Result<()> {
-    #[repr(C)]
-    #[derive(Clone, Copy)]
-    struct Region {
-        start: u64,
-        end: u64,
-        categories: u64,
-    }
-    let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
-    let (mut start, end) = (range.start, range.end());
-    let absent = PAGE_IS_SWAPPED | PAGE_IS_PFNZERO;
-    let wanted = PAGE_IS_PRESENT | absent;
-    while start < end {
-        let (vec, len) = (regions.as_mut_ptr() as u64, REGIONS as u64);
-        // size flags start end walk_end vec vec_len max_pages inverted mask anyof return
-        let mut arg = [96, 0, start, end, 0, vec, len, 0, absent, wanted, 0, PAGE_IS_HUGE];
-        // SAFETY: `arg` is the kernel's struct pm_scan_arg of 96 bytes; the vector
-        // in it is `regions`, with its length, and the kernel writes nowhere else.
-        let n = check(unsafe {
-            libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, arg.as_mut_ptr()) as c_long
-        })?;
-        let n = n.min(REGIONS);
-        for r in &regions[..n] {
-            let len = r.end.saturating_sub(r.start);
-            each(Range { start: r.start, len }, r.categories & PAGE_IS_HUGE != 0);
-        }
-        match n {
-            REGIONS if regions[n - 1].end > start => start = regions[n - 1].end,
-            _ => break,
-        }
-    }
-    Ok(())
+    let call = |argument: &mut Argument| {
+        let (fd, argument) = (pagemap.as_raw_fd(), argument.as_mut_ptr());
+        // SAFETY: `argument` is the structure that belongs to the request; it names a vector, with
+        // its length, that outlives the call, and the kernel writes nowhere else.
+        check(unsafe { libc::ioctl(fd, page_scan::REQUEST, argument) as c_long })
+    };
+    page_scan::scan(range, false, call, each)
 }
 
 /// Gives memory that was freed back to the host, as far as the allocator holds it.
@@ -95,15 +63,11 @@ pub fn touch_time() -> Result<Duration> {
     const PAGE: usize = 4096;
     let mut least = Duration::MAX;
     for _ in 0..3 {
+        let (rights, kind) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::NORESERVE);
         // SAFETY: a new mapping at an address of the kernel's choice.
         let at = unsafe {
-            let rights = libc::PROT_READ | libc::PROT_WRITE;
-            let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            libc::mmap(std::ptr::null_mut(), 2 * BLOCK, rights, kind, -1, 0)
+            mmap_anonymous(std::ptr::null_mut(), 2 * BLOCK, rights, kind | MapFlags::PRIVATE)?
         };
-        if at == libc::MAP_FAILED {
-            return Err(Error::last_os_error());
-        }
         let block = at as usize;
         let block = at.cast::<u8>().wrapping_add(block.next_multiple_of(BLOCK) - block);
         // SAFETY: the aligned block of 2 MiB lies in our mapping of 4 MiB, which nobody else

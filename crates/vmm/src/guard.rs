@@ -25,7 +25,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use crate::device_watch::DeviceWatch;
 use crate::priority::RealTime;
-use crate::sys::{self, Range, UffdMsg};
+use crate::sys::{self, MESSAGES_BYTES, Range};
 use crate::uffd::Uffd;
 
 /// Before a window opens, the recycler sleeps this time while another thread waits for the lock,
@@ -210,7 +210,7 @@ impl Guard {
     }
 
     fn run(&self) {
-        let mut messages = [UffdMsg::default(); 16];
+        let mut messages = [0; MESSAGES_BYTES];
         let mut woken = [(0, None); WOKEN];
         let mut next = 0;
         loop {
@@ -233,14 +233,14 @@ impl Guard {
             {
                 self.hold();
             }
-            let Ok(found) = self.uffd.read(&mut messages) else { return };
+            let Ok(found) = self.uffd.faults(&mut messages) else { return };
             let now = Instant::now();
-            for m in found.iter().filter(|m| m.event == sys::EVENT_PAGEFAULT) {
-                let page = m.address & !(PAGE - 1);
+            for address in found {
+                let page = address & !(PAGE - 1);
                 let again = woken.iter().any(|(p, at): &(u64, Option<Instant>)| {
                     *p == page && at.is_some_and(|at| now.duration_since(at) < RECENT)
                 });
-                self.handle(m.address, again, now);
+                self.handle(address, again, now);
                 woken[next % WOKEN] = (page, Some(now));
                 next += 1;
             }

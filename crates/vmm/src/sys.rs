@@ -9,25 +9,21 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::SeqCst};
 
+use ebb_core::page_scan::{self, Argument};
 use libc::{c_int, c_long, c_ulong, iovec};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
 pub use ebb_core::range::Range;
 
 use crate::uffd::Uffd;
 
-/// What `read` on a userfaultfd gives.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct UffdMsg {
-    pub event: u8,
-    reserved: [u8; 7],
-    flags: u64,
-    pub address: u64,
-    more: u64,
-}
-
+/// Bytes of a message that `read` on a userfaultfd gives: the event comes first, the address at 16.
+const MESSAGE: usize = 32;
 /// A fault; the only event that is asked for.
-pub const EVENT_PAGEFAULT: u8 = 0x12;
+const EVENT_PAGEFAULT: u8 = 0x12;
+/// Messages that are read at once.
+pub const MESSAGES_BYTES: usize = 16 * MESSAGE;
 
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`.
 pub const FEATURE_WP: u64 = 1;
@@ -44,19 +40,9 @@ const UFFDIO_WAKE: c_ulong = 0x8010_aa02;
 const UFFDIO_WRITEPROTECT: c_ulong = 0xc018_aa06;
 const USERFAULTFD_IOC_NEW: c_ulong = 0xaa00;
 const REGISTER_MODE_WP: u64 = 2;
-const PAGEMAP_SCAN: c_ulong = 0xc060_6610;
-
-/// `PAGE_IS_HUGE`: mapped by a PMD.
-pub const PAGE_IS_HUGE: u64 = 1 << 6;
-const PAGE_IS_PRESENT: u64 = 1 << 3;
-const PAGE_IS_SWAPPED: u64 = 1 << 4;
-const PAGE_IS_PFNZERO: u64 = 1 << 5;
 
 /// Most ranges of one vectored call (`UIO_MAXIOV`).
 pub const VECTOR_MAX: usize = 1024;
-/// Regions of one PAGEMAP_SCAN. The kernel's own buffer has 512: with no more,
-/// a full vector is the only way to end early, and its last region says where.
-const REGIONS: usize = 512;
 
 fn check(result: c_long) -> Result<usize> {
     if result < 0 { Err(Error::last_os_error()) } else { Ok(result as usize) }
@@ -113,16 +99,17 @@ impl Uffd {
         ioctl(self.fd.as_raw_fd(), UFFDIO_WAKE, &mut [range.start, range.len]).map(drop)
     }
 
-    /// Faults that wait; empty where there are none.
-    pub fn read<'a>(&self, buffer: &'a mut [UffdMsg]) -> Result<&'a [UffdMsg]> {
-        let (fd, bytes) = (self.fd.as_raw_fd(), std::mem::size_of_val(buffer));
-        // SAFETY: the buffer is ours, of that many bytes, and any bytes are a UffdMsg.
-        let n = unsafe { libc::read(fd, buffer.as_mut_ptr().cast(), bytes) };
-        match check(n as c_long) {
-            Ok(n) => Ok(&buffer[..n / std::mem::size_of::<UffdMsg>()]),
-            Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => Ok(&[]),
-            Err(e) => Err(e),
-        }
+    /// The addresses of faults that wait; none where there are none.
+    pub fn faults<'a>(
+        &self,
+        buffer: &'a mut [u8; MESSAGES_BYTES],
+    ) -> Result<impl Iterator<Item = u64> + 'a> {
+        let n = match rustix::io::read(&self.fd, &mut buffer[..]) {
+            Err(Errno::AGAIN) => 0,
+            n => n?,
+        };
+        let faults = buffer[..n].chunks_exact(MESSAGE).filter(|m| m[0] == EVENT_PAGEFAULT);
+        Ok(faults.map(|m| u64::from_ne_bytes(m[16..24].try_into().unwrap_or_default())))
     }
 }
 
@@ -241,36 +228,10 @@ pub fn pagemap_scan(
     pagemap: BorrowedFd<'_>,
     range: Range,
     swapped: bool,
-    mut each: impl FnMut(Range, bool),
+    each: impl FnMut(Range, bool),
 ) -> Result<()> {
-    #[repr(C)]
-    #[derive(Clone, Copy)]
-    struct Region {
-        start: u64,
-        end: u64,
-        categories: u64,
-    }
-    // A few pages are no more regions: the kernel's buffer is as small then.
-    let most = REGIONS.min((range.len / 4096) as usize).max(1);
-    let mut regions = vec![Region { start: 0, end: 0, categories: 0 }; most];
-    let (mut start, end) = (range.start, range.start + range.len);
-    while start < end {
-        let vec = regions.as_mut_ptr() as u64;
-        let any = if swapped { PAGE_IS_PRESENT | PAGE_IS_SWAPPED } else { PAGE_IS_PRESENT };
-        let (len, zero, huge) = (most as u64, PAGE_IS_PFNZERO, PAGE_IS_HUGE);
-        // size flags start end walk_end vec vec_len max_pages inverted mask anyof return
-        let mut arg: [u64; 12] = [96, 0, start, end, 0, vec, len, 0, zero, zero, any, huge];
-        let n = ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &mut arg)?.min(most);
-        for r in &regions[..n] {
-            let len = r.end.saturating_sub(r.start);
-            each(Range { start: r.start, len }, r.categories & PAGE_IS_HUGE != 0);
-        }
-        match regions[..n].last() {
-            Some(last) if n == most && last.end > start => start = last.end,
-            _ => break,
-        }
-    }
-    Ok(())
+    let call = |argument: &mut Argument| ioctl(pagemap.as_raw_fd(), page_scan::REQUEST, argument);
+    page_scan::scan(range, swapped, call, each)
 }
 
 /// One byte per page: bit 0 says whether it is in memory.
@@ -432,33 +393,31 @@ pub struct Mapping {
 
 impl Mapping {
     pub fn anonymous(len: usize) -> Result<Mapping> {
-        Mapping::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
+        Mapping::map(len, None)
     }
 
     /// Shared memory of a file.
     pub fn shared(fd: BorrowedFd<'_>, len: usize) -> Result<Mapping> {
-        Mapping::map(len, libc::MAP_SHARED, fd.as_raw_fd())
+        Mapping::map(len, Some(fd))
     }
 
-    fn map(len: usize, flags: c_int, fd: RawFd) -> Result<Mapping> {
+    fn map(len: usize, file: Option<BorrowedFd<'_>>) -> Result<Mapping> {
         // A hole around it: its neighbours never merge with it, and 2 MiB aligned.
         const ALIGN: usize = 2 << 20;
-        let none = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        let read = libc::PROT_READ | libc::PROT_WRITE;
+        let (hole, rights) = (ProtFlags::empty(), ProtFlags::READ | ProtFlags::WRITE);
+        let private = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: two fresh mappings, the second inside the first.
         unsafe {
-            let all = libc::mmap(std::ptr::null_mut(), len + ALIGN, libc::PROT_NONE, none, -1, 0);
-            if all == libc::MAP_FAILED {
-                return Err(Error::last_os_error());
-            }
-            let at = (all as usize).next_multiple_of(ALIGN);
-            let got = libc::mmap(at as *mut _, len, read, flags | libc::MAP_FIXED, fd, 0);
-            let error = Error::last_os_error();
-            libc::munmap(all, at - all as usize);
-            libc::munmap((at + len) as *mut _, all as usize + ALIGN - at);
-            if got == libc::MAP_FAILED {
-                return Err(error);
-            }
+            let all = mmap_anonymous(std::ptr::null_mut(), len + ALIGN, hole, private)? as usize;
+            let at = all.next_multiple_of(ALIGN);
+            let fixed = MapFlags::FIXED;
+            let got = match file {
+                Some(fd) => mmap(at as *mut _, len, rights, MapFlags::SHARED | fixed, fd, 0),
+                None => mmap_anonymous(at as *mut _, len, rights, MapFlags::PRIVATE | fixed),
+            };
+            libc::munmap(all as *mut _, at - all);
+            libc::munmap((at + len) as *mut _, all + ALIGN - at);
+            got?;
             Ok(Mapping { address: at as u64, len })
         }
     }
