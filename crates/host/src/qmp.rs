@@ -24,7 +24,7 @@ use self::sharing::Sharing;
 use crate::sockets;
 
 /// QEMU greets at once; silence this long means that it does not serve us.
-pub const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
+const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most shared sockets that [`poll_all`] is connected to at a time: each is left sooner.
 const MOST_VISITS: usize = 32;
 
@@ -94,6 +94,10 @@ impl Client {
         &self.path
     }
 
+    fn named(&self) -> String {
+        self.path.display().to_string()
+    }
+
     pub fn state(&self) -> State {
         self.protocol.state()
     }
@@ -111,9 +115,8 @@ impl Client {
     /// Ends a connection that another process serves than this one.
     pub fn check_peer(&mut self, pid: u32) {
         if let Some(peer) = self.peer_pid().filter(|peer| *peer != pid) {
-            let path = self.path.display().to_string();
             let why = format!("served by process {peer}, not by this VM's {pid}");
-            self.protocol.fail(QmpError::Io(path, "peer", why));
+            self.protocol.fail(QmpError::Io(self.named(), "peer", why));
         }
     }
 
@@ -177,10 +180,7 @@ impl Client {
 
     fn closed(&mut self) {
         match self.words.as_ref().and_then(|words| words.get()) {
-            Some(why) => {
-                let path = self.path.display().to_string();
-                self.protocol.fail(QmpError::Left(path, why.clone()));
-            }
+            Some(why) => self.protocol.fail(QmpError::Left(self.named(), why.clone())),
             None => self.protocol.end_of_file(),
         }
     }
@@ -230,18 +230,17 @@ impl Client {
 
     fn timed_out(&self, what: &str, timeout: Duration) -> QmpError {
         let ms = timeout.as_millis() as u64;
-        QmpError::Timeout(self.path.display().to_string(), what.to_owned(), ms)
+        QmpError::Timeout(self.named(), what.to_owned(), ms)
     }
 
     fn taken(&self, silent: Duration) -> QmpError {
-        if !self.is_direct() {
-            let why = format!("no answer within {:.1} s", silent.as_secs_f64());
-            return QmpError::Left(self.path.display().to_string(), why);
-        }
         let s = silent.as_secs_f64();
+        if !self.is_direct() {
+            return QmpError::Left(self.named(), format!("no answer within {s:.1} s"));
+        }
         let detail =
             format!("no greeting within {s:.1} s: another client is served, or QEMU hangs");
-        QmpError::Taken(self.path.display().to_string(), detail)
+        QmpError::Taken(self.named(), detail)
     }
 }
 

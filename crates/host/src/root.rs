@@ -265,6 +265,21 @@ pub fn parse_number<T: std::str::FromStr>(text: &str) -> Result<T, ParseError> {
     })
 }
 
+/// What is said after `KEY ` or `KEY:` at the beginning of a line, if there is such a line.
+pub fn field<T>(
+    text: &str,
+    key: &str,
+    parse: impl FnOnce(&str) -> Option<T>,
+) -> Result<Option<T>, ParseError> {
+    let found = text.lines().enumerate().find_map(|(i, line)| {
+        let value = line.strip_prefix(key)?.strip_prefix([' ', ':'])?;
+        Some((i, line, value.trim()))
+    });
+    let Some((i, line, value)) = found else { return Ok(None) };
+    let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
+    parse(value).map(Some).ok_or_else(bad)
+}
+
 /// Undoes the kernel's `\ooo` escapes of mountinfo and swaps
 /// (`fs/seq_file.c`, `mangle_path`).
 pub fn unescape_octal(text: &str) -> String {

@@ -8,7 +8,7 @@ use ebb_core::sample::{Ksm, KsmStat, VmId, VmSample};
 
 use super::process::{is_named, processes, read_run_time};
 use crate::background_look::BackgroundLook;
-use crate::root::{ParseError, Probed, Root, parse_number};
+use crate::root::{ParseError, Probed, Root, field, parse_number};
 
 const DIR: &str = "/sys/kernel/mm/ksm";
 
@@ -151,22 +151,14 @@ pub fn read_ksm_stat(root: &Root, pid: u32) -> Probed<KsmStat> {
 /// Parses it: `key value` a line, newer keys with a colon; unknown ones are
 /// passed over.
 pub fn parse_ksm_stat(text: &str) -> Result<KsmStat, ParseError> {
-    let mut stat = KsmStat::default();
-    for (i, line) in text.lines().enumerate() {
-        let mut words = line.split_ascii_whitespace();
-        let (Some(key), Some(value)) = (words.next(), words.next()) else { continue };
-        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
-        let number = || value.parse().map(Some).map_err(|_| bad());
-        match key.trim_end_matches(':') {
-            "ksm_rmap_items" => stat.rmap_items = number()?,
-            "ksm_zero_pages" => stat.zero_pages = number()?,
-            "ksm_merging_pages" => stat.merging_pages = number()?,
-            "ksm_process_profit" => stat.profit = Some(value.parse().map_err(|_| bad())?),
-            "ksm_mergeable" => stat.mergeable = Some(value == "yes"),
-            _ => {}
-        }
-    }
-    Ok(stat)
+    let pages = |key| field(text, key, |value| value.parse().ok());
+    Ok(KsmStat {
+        rmap_items: pages("ksm_rmap_items")?,
+        zero_pages: pages("ksm_zero_pages")?,
+        merging_pages: pages("ksm_merging_pages")?,
+        profit: field(text, "ksm_process_profit", |value| value.parse().ok())?,
+        mergeable: field(text, "ksm_mergeable", |value| Some(value == "yes"))?,
+    })
 }
 
 /// One file of the directory.

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 
 use super::meminfo::parse_kib;
-use crate::root::{ParseError, ProbeError, Probed, Root, parse_number};
+use crate::root::{ParseError, ProbeError, Probed, Root, field, parse_number};
 
 /// The first uid of a person; those of services are below (Debian's policy, `login.defs`).
 const FIRST_USER: u32 = 1000;
@@ -236,24 +236,15 @@ pub fn read_credentials(root: &Root, pid: u32) -> Probed<Credentials> {
 
 /// Parses it; kernels without pid namespaces have no `NSpid`.
 pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
-    let (mut uids, mut inner) = (None, None);
-    for (i, line) in text.lines().enumerate() {
-        let Some((key, rest)) = line.split_once(':') else { continue };
-        match key {
-            "Uid" => {
-                let ids = rest.split_ascii_whitespace().map(str::parse);
-                let ids: Vec<u32> = ids.collect::<Result<_, _>>().unwrap_or_default();
-                uids = Some(ids.try_into().map_err(|_| ParseError::new(i + 1, line))?);
-            }
-            "NSpid" => {
-                let last = rest.split_ascii_whitespace().skip(1).last().map(str::parse);
-                inner = last.transpose().map_err(|_| ParseError::new(i + 1, line))?;
-            }
-            _ => {}
-        }
-    }
-    let uids = uids.ok_or_else(|| ParseError::missing("Uid"))?;
-    Ok(Credentials { uids, inner })
+    let numbers = |ids: &str| -> Option<Vec<u32>> {
+        ids.split_ascii_whitespace().map(|id| id.parse().ok()).collect()
+    };
+    let uids = field(text, "Uid", |ids| numbers(ids)?.try_into().ok())?;
+    let pids = field(text, "NSpid", numbers)?.unwrap_or_default();
+    Ok(Credentials {
+        uids: uids.ok_or_else(|| ParseError::missing("Uid"))?,
+        inner: pids.into_iter().skip(1).last(),
+    })
 }
 
 #[cfg(test)]

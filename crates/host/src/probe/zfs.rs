@@ -4,7 +4,7 @@
 use ebb_core::sample::ZfsArc;
 use ebb_core::units::Bytes;
 
-use crate::root::{ParseError, Probed, Root};
+use crate::root::{ParseError, Probed, Root, field};
 
 pub fn read_arcstats(root: &Root) -> Probed<ZfsArc> {
     root.parse("/proc/spl/kstat/zfs/arcstats", parse_arcstats)
@@ -12,14 +12,12 @@ pub fn read_arcstats(root: &Root) -> Probed<ZfsArc> {
 
 /// Parses `name type data` lines; both `size` and `c_min` must be there.
 pub fn parse_arcstats(text: &str) -> Result<ZfsArc, ParseError> {
-    let field = |name: &str| {
-        let line =
-            text.lines().enumerate().find(|(_, l)| l.split_whitespace().next() == Some(name));
-        let (i, line) = line.ok_or_else(|| ParseError::missing(name))?;
-        let value = line.split_whitespace().nth(2).and_then(|v| v.parse().ok());
-        value.map(Bytes).ok_or_else(|| ParseError::new(i + 1, line))
+    let bytes = |name| {
+        let data = |line: &str| line.split_whitespace().nth(1)?.parse().ok();
+        let told = field(text, name, data)?.ok_or_else(|| ParseError::missing(name));
+        told.map(Bytes)
     };
-    Ok(ZfsArc { size: field("size")?, min: field("c_min")? })
+    Ok(ZfsArc { size: bytes("size")?, min: bytes("c_min")? })
 }
 
 #[cfg(test)]

@@ -56,7 +56,7 @@ impl Client {
     pub fn knock(path: impl Into<PathBuf>) -> Result<Client, QmpError> {
         let mut client = Client::visitor(path.into(), None);
         if waits(&client.path) {
-            return Err(QmpError::Busy(client.path.display().to_string(), UNSERVED.into()));
+            return Err(QmpError::Busy(client.named(), UNSERVED.into()));
         }
         client.open()?;
         Ok(client)
@@ -141,7 +141,7 @@ impl Client {
                     sharing.missed = Some((now, why.clone()));
                 }
                 self.close();
-                self.protocol.leave(&QmpError::Left(self.path.display().to_string(), why));
+                self.protocol.leave(&QmpError::Left(self.named(), why));
             }
         }
     }
@@ -155,13 +155,12 @@ impl Client {
             return self.miss(UNSERVED.into());
         }
         self.close();
-        let path = self.path.display().to_string();
-        self.protocol.leave(&QmpError::Left(path, "Ebb had to leave it".into()));
+        self.protocol.leave(&QmpError::Left(self.named(), "Ebb had to leave it".into()));
     }
 
     fn miss(&mut self, why: String) {
         self.close();
-        self.protocol.leave(&QmpError::Busy(self.path.display().to_string(), why.clone()));
+        self.protocol.leave(&QmpError::Busy(self.named(), why.clone()));
         if let Some(sharing) = &mut self.sharing {
             let since = sharing.missed.take().map_or_else(Instant::now, |(since, _)| since);
             sharing.missed = Some((since, why));
