@@ -32,7 +32,7 @@ use crate::uffd::Uffd;
 /// at most [`YIELDS`] times.
 const YIELD: Duration = Duration::from_micros(20);
 const YIELDS: usize = 250;
-pub const WIRES: usize = 4;
+const WIRES: usize = 4;
 /// How many pages whose writers were woken are remembered. One that faults again within
 /// [`RECENT`] is still protected, so its protection is lifted.
 const WOKEN: usize = 8;

@@ -22,7 +22,7 @@ pub const LOOK_UP: Procedure = (REMOTE, 23);
 /// Its description as XML.
 pub const DESCRIBE: Procedure = (REMOTE, 14);
 /// Sets the part of its metadata that has a namespace.
-pub const SET_METADATA: Procedure = (REMOTE, 264);
+const SET_METADATA: Procedure = (REMOTE, 264);
 /// Reads it.
 pub const METADATA: Procedure = (REMOTE, 265);
 pub const ALL_STATS: Procedure = (REMOTE, 344);
@@ -34,7 +34,7 @@ pub const SET_MEMORY: Procedure = (REMOTE, 204);
 /// How often QEMU asks its guest for statistics.
 pub const SET_PERIOD: Procedure = (REMOTE, 308);
 /// Asks for events of one kind.
-pub const REGISTER: Procedure = (REMOTE, 316);
+const REGISTER: Procedure = (REMOTE, 316);
 /// A QMP command to its QEMU.
 pub const MONITOR: Procedure = (QEMU, 1);
 

@@ -43,7 +43,7 @@ pub(crate) struct WatchState {
 
 impl WatchState {
     /// The note that is still to be written, or removed.
-    pub fn to_write(&self) -> Option<Option<Bytes>> {
+    fn to_write(&self) -> Option<Option<Bytes>> {
         let there = self.there?;
         self.wanted.filter(|note| *note != there)
     }

@@ -213,7 +213,7 @@ fn limits_swap(root: &Root, h: &Hierarchy, cgroup: &str) -> Result<bool, ProbeEr
 
 /// Swap that a cgroup may still use by its own limit and by those above it; `None` where
 /// nothing limits it, or swap is not accounted.
-pub fn read_swap_left(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<Bytes> {
+fn read_swap_left(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<Bytes> {
     least(cgroup, |at| read_swap_room(root, h, at))
 }
 

@@ -171,7 +171,7 @@ pub fn uid(passwd: &str, user: &User) -> Option<u32> {
 }
 
 /// A user's uid in the text of `/etc/passwd`: `name:password:uid:…` (passwd(5)).
-pub fn uid_of(passwd: &str, name: &str) -> Option<u32> {
+fn uid_of(passwd: &str, name: &str) -> Option<u32> {
     passwd.lines().find_map(|line| {
         let mut fields = line.split(':');
         (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?

@@ -57,7 +57,7 @@ impl DuplicateFilter {
     }
 
     /// Whether another page may be like this one, which was noted too.
-    pub fn holds_two(&self, tag: u32) -> bool {
+    fn holds_two(&self, tag: u32) -> bool {
         let (word, shift) = self.place(tag);
         word.load(Relaxed) >> shift & 2 == 2
     }

@@ -133,7 +133,7 @@ impl MergeLink {
     }
 
     /// Since when it waits for a look at the mappings.
-    pub fn waits_for_look(&self) -> Option<Instant> {
+    fn waits_for_look(&self) -> Option<Instant> {
         match self.under_way.as_ref()?.step {
             Step::Looking(since) => Some(since),
             _ => None,
