@@ -21,6 +21,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
+use ebb_core::mapping::Mapping;
 use ebb_core::range;
 use ebb_core::units::Bytes;
 use ebb_core::wire::Advise;
@@ -285,13 +286,11 @@ fn number(text: &str, key: &str) -> u64 {
 /// Of the mappings that lie in these ranges in part and are open to KSM: their merged pages, zeros
 /// left out, and all of their pages. `None` where the kernel does not tell (before Linux 6.7).
 fn merged_by_mappings(ranges: &[Range], smaps: &str) -> Option<(u64, u64)> {
-    let hex = |t| u64::from_str_radix(t, 16).ok();
     let (mut told, mut pages, mut open, mut here, mut its) = (false, 0, 0, 0u64, 0);
     for line in smaps.lines() {
-        let range = line.split(' ').next().and_then(|r| r.split_once('-'));
-        if let Some((Some(from), Some(to))) = range.map(|(from, to)| (hex(from), hex(to))) {
-            let is_here = ranges.iter().any(|r| from < r.end() && to > r.start);
-            here = if is_here { to.saturating_sub(from) / PAGE } else { 0 };
+        if let Some(m) = Mapping::parse(line) {
+            let is_here = ranges.iter().any(|r| r.overlaps(m.start, m.end));
+            here = if is_here { m.end.saturating_sub(m.start) / PAGE } else { 0 };
         } else if let Some(kib) = line.strip_prefix("KSM:") {
             told = true;
             its = number(kib, "") >> 2;

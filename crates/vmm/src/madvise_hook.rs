@@ -88,7 +88,7 @@ pub unsafe extern "C" fn madvise(start: *mut c_void, len: usize, advice: c_int) 
     // Held to the end: see `DiscardLock::begin`.
     let held = empties(advice).then(|| HELD.read().unwrap_or_else(PoisonError::into_inner));
     let (from, to) = (start as u64, (start as u64).saturating_add(len as u64));
-    let meets = |h: &&Held| h.ram.iter().any(|r| from < r.start + r.len && to > r.start);
+    let meets = |h: &&Held| h.ram.iter().any(|r| r.overlaps(from, to));
     let found = held.as_ref().and_then(|slots| slots.iter().flatten().find(meets));
     let turn = found.map(|h| h.guard.between());
     // SAFETY: by the caller's promise.

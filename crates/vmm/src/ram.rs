@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use ebb_core::mapping::Mapping;
 use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE};
 use ebb_core::wire::{KernelParts, Segment};
-use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs};
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, major, minor, stat};
 
 use crate::sys::{self, Range};
 
@@ -387,11 +387,8 @@ fn check_file(fd: BorrowedFd<'_>) -> Result<(), String> {
 fn find_file(device: (u32, u32), inode: u64) -> Option<OwnedFd> {
     for entry in std::fs::read_dir("/proc/self/fd").ok()?.flatten() {
         let path = entry.path();
-        let meta = std::fs::metadata(&path).ok();
-        use std::os::unix::fs::MetadataExt;
-        let same = meta.is_some_and(|m| {
-            let (major, minor) = (rustix::fs::major(m.dev()), rustix::fs::minor(m.dev()));
-            m.ino() == inode && (major, minor) == device
+        let same = stat(&path).is_ok_and(|file| {
+            file.st_ino == inode && (major(file.st_dev), minor(file.st_dev)) == device
         });
         if same && let Ok(file) = File::options().read(true).write(true).open(&path) {
             let held = fstat(&file).ok()?;

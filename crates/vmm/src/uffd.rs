@@ -82,9 +82,8 @@ fn open_ourselves() -> Result<OwnedFd, String> {
     let device = File::options().read(true).write(true).open("/dev/userfaultfd").ok();
     sys::uffd_open(device.as_ref().map(AsFd::as_fd)).map_err(|e| match e.raw_os_error() {
         Some(libc::EPERM) => {
-            "this VMM may not make a userfaultfd that sees faults of KVM: run the \
-                              daemon as root on Linux 6.4 or later, so that it can pass \
-                              /dev/userfaultfd on"
+            "this VMM may not make a userfaultfd that sees faults of KVM: run the daemon as root \
+             on Linux 6.4 or later, so that it can pass /dev/userfaultfd on"
                 .into()
         }
         _ => format!("no userfaultfd: {e}"),
