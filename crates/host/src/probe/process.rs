@@ -234,7 +234,8 @@ pub fn read_credentials(root: &Root, pid: u32) -> Probed<Credentials> {
     root.parse(format!("/proc/{pid}/status"), parse_credentials)
 }
 
-/// Parses it; kernels without pid namespaces have no `NSpid`.
+/// Parses it; kernels without pid namespaces have no `NSpid`. The process's name, which comes first
+/// and may be anything, ends no line: the kernel escapes that.
 pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
     let numbers = |ids: &str| -> Option<Vec<u32>> {
         ids.split_ascii_whitespace().map(|id| id.parse().ok()).collect()
