@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use ebb_core::units::Bytes;
 use ebb_host::daemon_client::{self, ClientError};
 use rustix::process::{Pid, Signal, kill_process};
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::{LabError, Sought, output};
@@ -107,7 +108,7 @@ impl Daemon {
         });
         let mut daemon = Daemon { child, dir: dir.into(), log, reader };
         let until = Instant::now() + Duration::from_secs(30);
-        while daemon.get("/v1/state").is_err() {
+        while daemon.state().is_err() {
             if daemon.child.try_wait().is_ok_and(|s| s.is_some()) || Instant::now() > until {
                 return Err(LabError::Missing(format!("ebb did not start: {}", daemon.log())));
             }
@@ -131,8 +132,18 @@ impl Daemon {
     }
 
     /// A JSON document of its interface.
-    pub fn get(&self, path: &str) -> Result<Value, LabError> {
+    fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, LabError> {
         daemon_client::get_json(self.dir.join("ebb.sock"), path).map_err(failed)
+    }
+
+    /// What it knows of the host and its VMs.
+    pub fn state(&self) -> Result<Value, LabError> {
+        self.get("/v1/state")
+    }
+
+    /// Its last orders to balloons, and why it gave them.
+    pub fn decisions(&self) -> Result<Vec<Value>, LabError> {
+        self.get("/v1/decisions")
     }
 
     pub fn metrics(&self) -> Result<String, LabError> {
@@ -153,9 +164,10 @@ impl Daemon {
 
     /// The state of one VM.
     pub fn vm(&self, name: &str) -> Result<Value, LabError> {
-        let state = self.get("/v1/state")?;
-        let vm = state["vms"].as_array().and_then(|v| v.iter().find(|v| v["name"] == name));
-        vm.cloned().ok_or_else(|| LabError::Missing(format!("ebb does not see {name}")))
+        match of(&self.state()?, name) {
+            Value::Null => Err(LabError::Missing(format!("ebb does not see {name}"))),
+            vm => Ok(vm.clone()),
+        }
     }
 
     /// Waits until `done` finds something in the daemon's state.
@@ -167,7 +179,7 @@ impl Daemon {
     ) -> Result<S::Found, LabError> {
         let until = Instant::now() + deadline;
         loop {
-            let state = self.get("/v1/state")?;
+            let state = self.state()?;
             if let Some(found) = done(&state).found() {
                 return Ok(found);
             }
@@ -189,8 +201,8 @@ impl Daemon {
         mut done: impl FnMut(&Value) -> S,
     ) -> Result<S::Found, LabError> {
         self.wait_for(&format!("{what} of {name}"), deadline, |state| {
-            let vm = state["vms"].as_array()?.iter().find(|v| v["name"] == name)?;
-            done(vm).found()
+            let vm = of(state, name);
+            if vm.is_null() { None } else { done(vm).found() }
         })
     }
 
@@ -257,6 +269,12 @@ impl Drop for Daemon {
 
 fn failed(error: ClientError) -> LabError {
     LabError::Missing(error.to_string())
+}
+
+/// One VM in a daemon's state; null where it is not there.
+pub fn of<'a>(state: &'a Value, name: &str) -> &'a Value {
+    let mut vms = state["vms"].as_array().into_iter().flatten();
+    vms.find(|vm| vm["name"] == name).unwrap_or(&Value::Null)
 }
 
 /// Runs `ebb` to its end: exit code, standard output, standard error.

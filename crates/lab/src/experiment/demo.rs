@@ -23,7 +23,7 @@ use self::guests::Guests;
 use super::cycles::{Cycle, Cycles, Guest};
 use super::stage::{Fleet, Stage};
 use crate::arena::{ArenaConfig, SwapKind};
-use crate::ebb::Daemon;
+use crate::ebb::{Daemon, of};
 use crate::image::Kernel;
 use crate::result::ExperimentResult;
 use crate::sampler::{Sampler, Series};
@@ -109,7 +109,7 @@ impl Demo {
         }
         let mut watch = Watch::default();
         watch.run(self, vms, &sampler, daemon.as_ref())?;
-        let last_state = daemon.as_ref().and_then(|d| d.get("/v1/state").ok());
+        let last_state = daemon.as_ref().and_then(|d| d.state().ok());
         let mut result = watch.finish(sampler.stop());
         result.last_state = last_state;
         if let Some(daemon) = daemon {
@@ -245,7 +245,7 @@ impl Watch {
                 if daemon.is_some() { "  (resident/size)" } else { "  (resident)" }
             );
         }
-        let state = daemon.and_then(|d| d.get("/v1/state").ok());
+        let state = daemon.and_then(|d| d.state().ok());
         let mut line = format!(
             "{:>4} s  held {:>8} of {:>8}  swap {:>8}",
             at.as_secs(),
@@ -254,10 +254,7 @@ impl Watch {
             p.cgroup_swap.to_string()
         );
         for (n, r) in p.resident.iter().enumerate() {
-            let size = state.as_ref().and_then(|s| {
-                let name = &self.names[n];
-                s["vms"].as_array()?.iter().find(|v| v["name"] == *name)?["actual"].as_u64()
-            });
+            let size = state.as_ref().and_then(|s| of(s, &self.names[n])["actual"].as_u64());
             line += &match size {
                 Some(size) => format!("  {:>8}/{:<8}", r.to_string(), Bytes(size).to_string()),
                 None => format!("  {:>8}{:9}", r.to_string(), ""),

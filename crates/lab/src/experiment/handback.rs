@@ -170,8 +170,8 @@ impl Handback {
         bursts.seconds.push(end.u64("last_ns") as f64 / 1e9);
         bursts.swapped.push(out()?.saturating_sub(before) as f64);
         if let Some(daemon) = daemon {
-            let decisions = daemon.get("/v1/decisions")?;
-            let grown = decisions.as_array().into_iter().flatten().filter_map(|d| {
+            let decisions = daemon.decisions()?;
+            let grown = decisions.iter().filter_map(|d| {
                 let a = &d["action"];
                 let grows = a["name"] == vm.name() && a["to"].as_u64() > a["from"].as_u64();
                 // Its tick began a moment before it was decided.

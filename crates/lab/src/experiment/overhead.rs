@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use super::stage::{Fleet, Stage, names};
 use crate::arena::{ArenaConfig, SwapKind};
-use crate::ebb::Daemon;
+use crate::ebb::{Daemon, of};
 use crate::image::Kernel;
 use crate::result::ExperimentResult;
 use crate::vm::{Vm, cpu_s};
@@ -115,8 +115,7 @@ impl Overhead {
         vm.ask(|tool| tool.wait_event("burst", "ready", MINUTE))?;
         let began = wall_ms();
         let ordered = daemon.wait_for("order to grow", MINUTE, |_| {
-            let decisions = daemon.get("/v1/decisions").ok()?;
-            decisions.as_array()?.iter().find_map(|d| {
+            daemon.decisions().ok()?.iter().find_map(|d| {
                 let ours = d["action"]["name"] == vm.name()
                     && d["action"]["reason"]["rule"] == "guest_short"
                     && d["wall_ms"].as_u64()? + 100 >= began;
@@ -130,9 +129,5 @@ impl Overhead {
 
 /// Whether this number of each VM is so.
 fn all(state: &Value, names: &[&str], number: &str, is: impl Fn(u64) -> bool) -> bool {
-    let vms = state["vms"].as_array().into_iter().flatten();
-    names.iter().all(|name| {
-        let vm = vms.clone().find(|v| v["name"] == **name);
-        vm.and_then(|v| v[number].as_u64()).is_some_and(&is)
-    })
+    names.iter().all(|name| of(state, name)[number].as_u64().is_some_and(&is))
 }

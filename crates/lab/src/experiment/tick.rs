@@ -147,9 +147,9 @@ impl Tick {
         let heard = |s: &Value| all_are_heard(s, vms.0.len());
         daemon.wait_for("answer of each stand-in", Duration::from_secs(60), heard)?;
         self.pass(&daemon, arm, self.warm)?;
-        let (first, before) = (daemon.get("/v1/state")?, cpu(daemon.pid())?);
+        let (first, before) = (daemon.state()?, cpu(daemon.pid())?);
         self.pass(&daemon, arm, self.seconds)?;
-        let (last, after) = (daemon.get("/v1/state")?, cpu(daemon.pid())?);
+        let (last, after) = (daemon.state()?, cpu(daemon.pid())?);
         let number = |s: &Value| s["tick"].as_u64().unwrap_or_default();
         let ticks = number(&last).saturating_sub(number(&first)).max(1);
         let spent = |of: &dyn Fn(&BTreeMap<u32, f64>) -> f64| of(&after) - of(&before);

@@ -19,7 +19,10 @@ use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{MINUTE, ebb_says, kernels, of, replays, said, signal, stock, stop_verify, wait_size};
+use crate::{
+    MINUTE, begin_migration, decided_by, ebb_says, end_migration, kernels, of, replays, said,
+    signal, stock, stop_verify, touch_and_free, wait_size, watch,
+};
 
 const RAM: Bytes = Bytes::mib(512);
 /// What a guest of 512 MiB and its QEMU hold that has touched 256 MiB, and hardly more.
@@ -48,8 +51,7 @@ fn config(name: &str, kernel: Kernel, reporting: bool, arena: &Arena) -> VmConfi
 /// what it does not need.
 fn start_holding(name: &str, kernel: Kernel, arena: &Arena) -> Vm {
     let vm = Vm::start(&config(name, kernel, false, arena)).unwrap();
-    vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
-    vm.tool().stop("h").unwrap();
+    touch_and_free(&vm, Bytes::mib(256));
     renew_word(&vm);
     vm
 }
@@ -83,6 +85,21 @@ fn wait_taken(daemon: &Daemon, name: &str, most: Bytes) -> u64 {
             (actual > 0 && actual <= most.0).then_some(actual)
         })
         .unwrap()
+}
+
+/// Has a guest touch more than it was left with.
+fn begin_burst(vm: &Vm, hold_ms: u64) {
+    let args = format!("size=314572800 period_ms=1000 hold_ms={hold_ms} count=1");
+    vm.tool().start("burst", "cycle", &args).unwrap();
+}
+
+fn burst_is_survived(vm: &Vm) {
+    assert_eq!(vm.tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
+    nothing_was_killed(vm);
+}
+
+fn nothing_was_killed(vm: &Vm) {
+    assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
 }
 
 /// Whatever else happened: no guest was ever ordered below its floor, or seen
@@ -120,8 +137,7 @@ fn vm_freed_memory_returns_by_reporting_and_is_accounted_on_both_kernels() {
     in_pairs(&Kernel::ALL, |&kernel| {
         let name = &format!("rep-{kernel}");
         let vm = Vm::start(&config(name, kernel, true, &arena)).unwrap();
-        let dir = tempfile::tempdir().unwrap();
-        let daemon = Daemon::start(dir.path(), &[name], "").unwrap();
+        let (dir, daemon) = watch(&[name], "");
         assert_eq!(daemon.vm(name).unwrap()["reporting"], true);
         vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
         let held = vm.resident();
@@ -147,8 +163,7 @@ fn vm_inflating_lowers_what_the_host_holds_and_stopping_gives_all_back() {
         let vm = start_holding("inf", kernel, &arena);
         let cgroup = arena.cgroup().unwrap();
         let (held, charged) = (vm.resident(), cgroup.usage() + cgroup.swap());
-        let dir = tempfile::tempdir().unwrap();
-        let daemon = Daemon::start(dir.path(), &["inf"], SHORT).unwrap();
+        let (dir, daemon) = watch(&["inf"], SHORT);
         wait_taken(&daemon, "inf", Bytes::mib(360));
         vm.wait_for("less residency", MINUTE, |vm| {
             let less = vm.resident() + Bytes::mib(80) < held;
@@ -171,17 +186,13 @@ fn vm_memory_is_ordered_for_a_guest_no_later_than_it_shows_distress() {
     for kernel in kernels(Kernel::V6_12) {
         let arena = arena(Some(TIGHT));
         let vm = start_holding("dis", kernel, &arena);
-        let dir = tempfile::tempdir().unwrap();
-        let daemon = Daemon::start(dir.path(), &["dis"], SHORT).unwrap();
+        let (dir, daemon) = watch(&["dis"], SHORT);
         wait_taken(&daemon, "dis", Bytes::mib(340));
         // More than it has; the host has room for it.
-        let args = "size=314572800 period_ms=1000 hold_ms=3000 count=1";
-        vm.tool().start("burst", "cycle", args).unwrap();
+        begin_burst(&vm, 3000);
         let more = |s: &Value| bytes(of(s, "dis"), "actual") > 360 << 20;
         daemon.wait_for("more memory", MINUTE, more).unwrap();
-        let done = vm.tool().wait_end("burst", MINUTE).unwrap();
-        assert_eq!(done.u64("cycles"), 1, "the workload lived: {done:?}");
-        assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
+        burst_is_survived(&vm);
         assert!(daemon.stop());
         check_record(dir.path());
         // How long it takes on the clock, `cargo lab handback` measures.
@@ -219,8 +230,7 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
         let args = format!("size=33554432 seconds=100000 seed={seed}");
         vm.tool().start("v", "verify", &args).unwrap();
     }
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &names, "reserve = \"64MiB\"").unwrap();
+    let (dir, daemon) = watch(&names, "reserve = \"64MiB\"");
     daemon.squeeze("needs", Bytes::mib(280)).unwrap();
     let idle = bytes(&daemon.vm("idles").unwrap(), "actual");
     assert_eq!(idle, RAM.0, "nobody is short: the other is left alone");
@@ -228,16 +238,15 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     let cgroup = arena.cgroup().unwrap();
     cgroup.resize(cgroup.usage() + Bytes::mib(100)).unwrap();
 
-    let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
-    vms[0].tool().start("burst", "cycle", args).unwrap();
+    begin_burst(&vms[0], 2000);
     let squeezed = wait_taken(&daemon, "idles", Bytes(idle) - Bytes::mib(48));
     let enough = |s: &Value| Some(bytes(of(s, "needs"), "actual")).filter(|b| *b >= 360 << 20);
     let given = daemon.wait_for("more memory", MINUTE, enough).unwrap();
     println!("{} given; the other went from {} to {}", Bytes(given), Bytes(idle), Bytes(squeezed));
-    assert_eq!(vms[0].tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
+    burst_is_survived(&vms[0]);
     for vm in &vms {
         stop_verify(vm);
-        assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
+        nothing_was_killed(vm);
     }
     assert!(daemon.stop());
     check_record(dir.path());
@@ -248,25 +257,18 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
 fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
     let arena = arena(None);
     let vm = start_holding("moves", Kernel::V6_1, &arena);
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["moves"], "").unwrap();
+    let (dir, daemon) = watch(&["moves"], "");
     daemon.squeeze("moves", Bytes::mib(280)).unwrap();
 
-    // So slow that it does not come to its end.
-    let slow = json!({ "max-bandwidth": 64 << 10 });
-    vm.qmp("migrate-set-parameters", Some(slow)).unwrap();
-    vm.qmp("migrate", Some(json!({ "uri": "exec:cat > /dev/null" }))).unwrap();
+    begin_migration(&vm);
     let moves = |s: &Value| of(s, "moves")["run"] == "migrating";
     daemon.wait_for("a migrating VM", MINUTE, moves).unwrap();
     daemon.reclaim_vm("moves").unwrap();
-    let args = "size=314572800 period_ms=1000 hold_ms=2000 count=1";
-    vm.tool().start("burst", "cycle", args).unwrap();
+    begin_burst(&vm, 2000);
     let more = |s: &Value| bytes(of(s, "moves"), "actual") >= 360 << 20;
     daemon.wait_for("more memory", MINUTE, more).unwrap();
-    assert_eq!(vm.qmp("query-migrate", None).unwrap()["status"], "active");
-    assert_eq!(vm.tool().wait_end("burst", MINUTE).unwrap().u64("cycles"), 1);
-    assert_eq!(vm.request("meminfo", MINUTE).unwrap().u64("oom_kill"), 0);
-    vm.qmp("migrate_cancel", None).unwrap();
+    burst_is_survived(&vm);
+    end_migration(&vm);
     assert!(daemon.stop());
     check_record(dir.path());
 
@@ -283,8 +285,7 @@ fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
     let vm = start_holding("own", Kernel::V6_1, &arena);
     let args = "size=33554432 seconds=100000 seed=5";
     vm.tool().start("v", "verify", args).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["own"], SHORT).unwrap();
+    let (dir, daemon) = watch(&["own"], SHORT);
     let small = wait_taken(&daemon, "own", Bytes::mib(420));
     let state = state_file(dir.path());
     let owed = &state["vms"][0];
@@ -307,8 +308,7 @@ fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
 fn vm_release_gives_back_what_a_dead_daemon_took_and_keeps_what_it_could_not() {
     let arena = arena(Some(TIGHT));
     let vm = start_holding("rel", Kernel::V6_12, &arena);
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["rel"], SHORT).unwrap();
+    let (dir, daemon) = watch(&["rel"], SHORT);
     wait_taken(&daemon, "rel", Bytes::mib(420));
     daemon.crash();
     // The state file counts, not which VMs the configuration lists.
@@ -338,8 +338,7 @@ fn vm_a_vm_that_dies_or_quits_mid_tick_does_not_touch_the_others() {
     let arena = arena(None);
     let names = ["die1", "die2", "die3"];
     let vms = guest_stack::boot(&names.map(|n| config(n, Kernel::V6_1, true, &arena))).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &names, "").unwrap();
+    let (dir, daemon) = watch(&names, "");
     let up = |s: &Value, n: usize| {
         let vms = s["vms"].as_array().unwrap();
         vms.len() == n && vms.iter().all(|v| v["link"]["state"] == "up")
@@ -350,7 +349,7 @@ fn vm_a_vm_that_dies_or_quits_mid_tick_does_not_touch_the_others() {
     daemon.wait_for("two VMs", MINUTE, |s| up(s, 2)).unwrap();
     let _ = vms[1].qmp("quit", None);
     daemon.wait_for("one VM", MINUTE, |s| up(s, 1)).unwrap();
-    let left = daemon.get("/v1/state").unwrap();
+    let left = daemon.state().unwrap();
     assert_eq!(left["vms"][0]["name"], "die3");
     assert_eq!(left["vms"][0]["run"], "running");
     assert!(daemon.stop());
@@ -362,8 +361,7 @@ fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
     let arena = arena(None);
     let names = ["stop1", "stop2", "stop3"];
     let vms = guest_stack::boot(&names.map(|n| config(n, Kernel::V6_12, true, &arena))).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &names, "").unwrap();
+    let (dir, daemon) = watch(&names, "");
     let link = |s: &Value, name: &str| of(s, name)["link"]["state"].as_str().map(String::from);
     let wait_link = |which: &[&str], state: &str| {
         let all = |s: &Value| which.iter().all(|n| link(s, n).as_deref() == Some(state));
@@ -383,12 +381,12 @@ fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
     // One alone.
     signal(vms[0].pid(), Signal::STOP);
     wait_link(&["stop1"], "slow");
-    let state = daemon.get("/v1/state").unwrap();
+    let state = daemon.state().unwrap();
     assert_eq!(link(&state, "stop2").as_deref(), Some("up"), "the other goes on: {state}");
     let tick = bytes(&state, "tick");
     daemon.wait_for("more ticks", MINUTE, |s| bytes(s, "tick") > tick + 3).unwrap();
     assert!(
-        daemon.get("/v1/state").unwrap()["daemon"]["tick_ms"].as_f64().unwrap() < 1000.0,
+        daemon.state().unwrap()["daemon"]["tick_ms"].as_f64().unwrap() < 1000.0,
         "a hung QEMU must not hold the tick"
     );
     silence();
@@ -407,8 +405,7 @@ fn vm_a_ballooned_guest_reboots_with_all_its_memory() {
         // is more than was taken, however much of it that was when the guest rebooted.
         let arena = arena(Some(TIGHT + Bytes::mib(192)));
         let mut vm = start_holding("boot", Kernel::V6_1, &arena);
-        let dir = tempfile::tempdir().unwrap();
-        let daemon = Daemon::start(dir.path(), &["boot"], "reserve = \"320MiB\"").unwrap();
+        let (dir, daemon) = watch(&["boot"], "reserve = \"320MiB\"");
         daemon.squeeze("boot", Bytes::mib(470)).unwrap();
         if reset {
             vm.reset().unwrap();
@@ -418,14 +415,7 @@ fn vm_a_ballooned_guest_reboots_with_all_its_memory() {
         vm.wait_ready().unwrap();
         let given = |s: &Value| bytes(of(s, "boot"), "actual") == RAM.0;
         daemon.wait_for("all its memory after the reboot", MINUTE, given).unwrap();
-        let decisions = daemon.get("/v1/decisions").unwrap();
-        let rules: Vec<&str> = decisions
-            .as_array()
-            .unwrap()
-            .iter()
-            .filter_map(|d| d["action"]["reason"]["rule"].as_str())
-            .collect();
-        assert!(rules.contains(&"rebooted"), "{rules:?}");
+        decided_by(&daemon, "rebooted");
         assert!(daemon.stop());
         check_record(dir.path());
     }
@@ -436,8 +426,7 @@ fn vm_a_taken_socket_is_said_and_nothing_else_suffers() {
     let arena = arena(None);
     let vm = Vm::start(&config("taken", Kernel::V6_1, true, &arena)).unwrap();
     let holder = UnixStream::connect(vm.qmp_path()).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["taken"], "").unwrap();
+    let (dir, daemon) = watch(&["taken"], "");
     let why = daemon
         .wait_for("taken socket", MINUTE, |s| {
             let link = &of(s, "taken")["link"];
@@ -458,8 +447,7 @@ fn vm_a_taken_socket_is_said_and_nothing_else_suffers() {
 fn vm_reclaim_takes_idle_memory_at_once_and_measures_it() {
     let arena = arena(None);
     let vm = start_holding("want", Kernel::V6_1, &arena);
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["want"], "").unwrap();
+    let (dir, daemon) = watch(&["want"], "");
     daemon.wait_for("statistics", MINUTE, |s| of(s, "want")["available"].as_u64()).unwrap();
     let held = vm.resident();
     let out = ebb_says(dir.path(), &["reclaim", "want", "--json"]);

@@ -206,7 +206,7 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
     // A libvirtd that hangs: ticks go on in time.
     signal(libvirtd.pid(), Signal::STOP);
     wait_down(&daemon, "hit");
-    let tick = |d: &Daemon| d.get("/v1/state").unwrap()["tick"].as_u64().unwrap();
+    let tick = |d: &Daemon| d.state().unwrap()["tick"].as_u64().unwrap();
     let (begun, was) = (Instant::now(), tick(&daemon));
     std::thread::sleep(Duration::from_secs(5));
     let (ticks, took) = (tick(&daemon) - was, begun.elapsed().as_secs());
@@ -330,7 +330,7 @@ fn vm_many_domains_of_libvirt_cost_little() {
     daemon.wait_for("all domains", PATIENCE, all).unwrap();
     std::thread::sleep(Duration::from_secs(5));
     let spent = |d: &Daemon| {
-        let state = d.get("/v1/state").unwrap();
+        let state = d.state().unwrap();
         (state["daemon"]["cpu_s"].as_f64().unwrap(), state["tick"].as_u64().unwrap())
     };
     let ((cpu, tick), begun) = (spent(&daemon), Instant::now());

@@ -80,7 +80,7 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
         vm.tool().start_ready("well", "hold", "size=16777216", MINUTE).unwrap();
         vm.tool().stop("well").unwrap();
     }
-    let state = daemon.get("/v1/state").unwrap();
+    let state = daemon.state().unwrap();
     assert_eq!(actual(&state, "lim3"), RAM, "{state}");
     assert_eq!(slice.swap(), Bytes::ZERO);
     assert_eq!(slice.oom_kills(), 0);

@@ -20,18 +20,25 @@ mod tier;
 mod ways_in;
 mod zeros;
 
-use std::path::Path;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
-use ebb_lab::ebb::Daemon;
+use ebb_lab::ebb::{Daemon, of};
+use ebb_lab::guest_stack;
 use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Balloon, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
+use tempfile::TempDir;
 
 const MINUTE: Duration = Duration::from_secs(60);
+const NOBODY: u32 = 65534;
+/// Merging as fast as `ksmd` can; a scan's time is to be added.
+const MERGING: &str = "[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\n";
 
 /// A number that the environment sets.
 fn set<T: std::str::FromStr>(name: &str) -> Option<T> {
@@ -67,23 +74,41 @@ fn stock(name: &str, ram: Bytes) -> VmConfig {
     config
 }
 
-/// One VM in the daemon's state; null where it is not there.
-fn of<'a>(state: &'a Value, name: &str) -> &'a Value {
-    let vms = state["vms"].as_array().unwrap();
-    vms.iter().find(|v| v["name"] == name).unwrap_or(&Value::Null)
-}
-
 /// What `verify` checked until now is what it wrote.
 fn stop_verify(vm: &Vm) {
     let end = vm.tool().stop("v").unwrap();
     assert!(end.u64("errors") == 0 && end.u64("checks") > 0, "{}: {end:?}", vm.name());
 }
 
-/// The same, and so is what `hold` holds.
-fn all_is_there(vm: &Vm) {
+/// What `hold` holds is what it wrote.
+fn holds_what_it_wrote(vm: &Vm) {
     let held = vm.poked("h", 2 * MINUTE).unwrap();
     assert!(held.u64("errors") == 0 && held.u64("checks") > 0, "{}: {held:?}", vm.name());
+}
+
+/// Both.
+fn all_is_there(vm: &Vm) {
+    holds_what_it_wrote(vm);
     stop_verify(vm);
+}
+
+/// Puts the agent where a QEMU of any user can load it, and have its socket.
+fn agent_for_all(dir: &Path) -> PathBuf {
+    fs::set_permissions(dir, PermissionsExt::from_mode(0o777)).unwrap();
+    let library = dir.join("libebb_vmm.so");
+    fs::copy(guest_stack::plugin().unwrap(), &library).unwrap();
+    library
+}
+
+/// Has a guest touch so much, and free it.
+fn touch_and_free(vm: &Vm, size: Bytes) {
+    vm.tool().start_ready("h", "hold", &format!("size={}", size.0), MINUTE).unwrap();
+    vm.tool().stop("h").unwrap();
+}
+
+/// What the agent of one VM in the daemon's state has given back, bytes.
+fn recycled(vm: &Value) -> u64 {
+    vm["agent"]["counters"]["recycled"].as_u64().unwrap_or(0)
 }
 
 /// Waits until its balloon leaves the guest about so much.
@@ -99,6 +124,26 @@ fn ebb_says(dir: &Path, args: &[&str]) -> String {
     out
 }
 
+/// Begins to migrate a VM to nowhere, so slowly that it does not come to its end.
+fn begin_migration(vm: &Vm) {
+    let slow = json!({ "max-bandwidth": 64 << 10 });
+    vm.qmp("migrate-set-parameters", Some(slow)).unwrap();
+    vm.qmp("migrate", Some(json!({ "uri": "exec:cat > /dev/null" }))).unwrap();
+}
+
+/// It still goes on, and ends now.
+fn end_migration(vm: &Vm) {
+    assert_eq!(vm.qmp("query-migrate", None).unwrap()["status"], "active");
+    vm.qmp("migrate_cancel", None).unwrap();
+}
+
+/// A daemon that watches these VMs, in a directory of its own.
+fn watch(names: &[&str], config: &str) -> (TempDir, Daemon) {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(dir.path(), names, config).unwrap();
+    (dir, daemon)
+}
+
 /// Waits until it is done; `said` is what is told where it does not come to that.
 fn wait_until(done: impl FnMut() -> bool, said: impl Fn() -> String) {
     ebb_lab::poll(MINUTE, done).unwrap_or_else(|| panic!("{}", said()));
@@ -107,6 +152,12 @@ fn wait_until(done: impl FnMut() -> bool, said: impl Fn() -> String) {
 /// Waits for a line of a daemon's log: a thread writes it, and another one reads it here.
 fn said(daemon: &Daemon, text: &str) {
     wait_until(|| daemon.log().contains(text), || daemon.log());
+}
+
+/// The daemon has ordered something by this rule.
+fn decided_by(daemon: &Daemon, rule: &str) {
+    let decisions = daemon.decisions().unwrap();
+    assert!(decisions.iter().any(|d| d["action"]["reason"]["rule"] == rule), "{decisions:?}");
 }
 
 /// The record that a daemon left there is decided again to the same plans.

@@ -34,8 +34,11 @@ use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Vm, VmConfig};
 use serde_json::Value;
 
-use crate::{MINUTE, all_is_there, ebb_says, said, stop_verify};
+use crate::{
+    MERGING, MINUTE, all_is_there, ebb_says, holds_what_it_wrote, recycled, said, stop_verify,
+};
 
+const KSM: &str = "/sys/kernel/mm/ksm";
 const KNOBS: [&str; 5] =
     ["run", "pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
 
@@ -47,7 +50,7 @@ fn held() -> Arena {
 fn held_with(config: ArenaConfig) -> Arena {
     let arena = Arena::enter(&ArenaConfig { beside: Beside::KsmIsMine, ..config }).unwrap();
     for (knob, value) in KNOBS.iter().zip(["1", "7", "5000", "1", "0"]) {
-        arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
+        set_knob(&arena, knob, value);
     }
     // Else khugepaged copies merged pages, and fills holes with zeros, at any moment (`huge`).
     for name in ["max_ptes_shared", "max_ptes_none"] {
@@ -77,6 +80,33 @@ fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
         tool.start_ready("z", "hold", "size=8388608 pattern=zero", MINUTE).unwrap();
     }
     vms
+}
+
+/// Two that hold much of the same.
+const PAIR: [&str; 2] = ["mg1", "mg2"];
+
+fn boot_pair(agents: Option<&Path>) -> Vec<Vm> {
+    boot(&PAIR.map(|name| (name, Kernel::V6_1)), agents)
+}
+
+/// A daemon that merges them, and scans so often.
+fn merging(dir: &Path, scan: &str) -> Daemon {
+    Daemon::start(dir, &PAIR, &merge_config(scan)).unwrap()
+}
+
+fn merge_config(scan: &str) -> String {
+    format!("{MERGING}floor = \"1MiB\"\nscan = \"{scan}\"\n")
+}
+
+/// Waits until so many pages of each VM are merged; the daemon's state then.
+fn wait_merged(daemon: &Daemon, pages: u64, deadline: Duration) -> Value {
+    let many = |s: &Value| merged(s).iter().all(|n| *n > pages).then(|| s.clone());
+    daemon.wait_for("merged pages", deadline, many).unwrap()
+}
+
+/// KSM is set as it was, and no file says otherwise.
+fn is_put_back(before: &[String], dir: &Path) {
+    assert_eq!((knobs().as_slice(), dir.join("ksm.json").exists()), (before, false));
 }
 
 /// Each VM by its name in this group; others on this machine are not looked at.
@@ -141,9 +171,9 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     let _arena = held();
     let before = knobs();
     let dir = tempfile::tempdir().unwrap();
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
+    let vms = boot_pair(None);
     let before_all = truth(&vms);
-    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
+    let daemon = merging(dir.path(), "2s");
     // Each content is mapped twice at least, so half of the places save a page. Guests
     // move memory about meanwhile, and what they move is found by the next scan.
     let mut scans = 0;
@@ -185,17 +215,17 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     }
     assert_ne!(knobs(), before);
     assert!(daemon.stop(), "ends well");
-    assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before.clone(), false));
+    is_put_back(&before, dir.path());
     assert!(vms.iter().all(open), "as QEMU was started");
 
     // A crash leaves it to the next start.
-    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
+    let daemon = merging(dir.path(), "2s");
     let stopped = |_: &Value| knob("run") != before[0];
     daemon.wait_for("KSM's own run to end", MINUTE, stopped).unwrap();
     daemon.crash();
     assert_ne!(knobs(), before);
-    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], "").unwrap();
-    assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
+    let daemon = Daemon::start(dir.path(), &PAIR, "").unwrap();
+    is_put_back(&before, dir.path());
     said(&daemon, "an earlier daemon had steered KSM");
     assert!(daemon.stop());
 }
@@ -224,8 +254,8 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     let _arena = held();
     let dir = tempfile::tempdir().unwrap();
     let agents = tempfile::tempdir().unwrap();
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], Some(agents.path()));
-    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
+    let vms = boot_pair(Some(agents.path()));
+    let daemon = merging(dir.path(), "2s");
     let all = |state: &Value, has: &dyn Fn(&Value) -> bool| {
         state["vms"].as_array().is_some_and(|vms| vms.iter().all(has))
     };
@@ -235,32 +265,32 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     daemon.wait_for("merged ranges", 3 * MINUTE, merges).unwrap();
     // Scans of what is merged close none of it: neither would its merges survive that.
     let full = |state: &Value| state["host"]["merge"]["scan"]["number"].as_u64();
-    let (first, scans) = (truth(&vms), full(&daemon.get("/v1/state").unwrap()).unwrap());
+    let (first, scans) = (truth(&vms), full(&daemon.state().unwrap()).unwrap());
     let two_more =
         |s: &Value| s["host"]["ksm"]["run"] == 0 && full(s).is_some_and(|n| n >= scans + 2);
     daemon.wait_for("two more scans", 3 * MINUTE, two_more).unwrap();
     let later = truth(&vms);
     println!("{first:?}, two scans later {later:?}");
-    let state = daemon.get("/v1/state").unwrap();
+    let state = daemon.state().unwrap();
     let scan = &state["host"]["merge"]["scan"];
     let (read, by_agents) = (bytes(&scan["read"]), bytes(&scan["by_agents"]));
     assert!(read > Bytes::mib(64) && by_agents > read.share(0.8), "{scan}");
     assert!(first.merged() > Bytes::mib(16), "{first:?}");
     assert!(later.merged() >= first.merged().share(0.9), "{first:?}, then {later:?}");
-    let before: Vec<u64> = recycled(&daemon.get("/v1/state").unwrap());
+    let before = daemon.state().unwrap();
     for vm in &vms {
         let free = "size=50331648 seed=5 pattern=random";
         vm.tool().start_ready("f", "hold", free, MINUTE).unwrap();
         vm.tool().stop("f").unwrap();
     }
     let more = |state: &Value| {
-        let grown = |(now, was): (&u64, &u64)| now - was > 16 << 20;
-        recycled(state).iter().zip(&before).all(grown).then(|| state.clone())
+        let came = |i: usize| recycled(&state["vms"][i]) - recycled(&before["vms"][i]);
+        (came(0).min(came(1)) > 16 << 20).then(|| state.clone())
     };
     let state = daemon.wait_for("recycling beside it", MINUTE, more).unwrap();
     for (i, vm) in vms.iter().enumerate() {
         let open = number(&state["vms"][i]["agent"]["open"]);
-        let (merged, again) = (merged(&state)[i], recycled(&state)[i]);
+        let (merged, again) = (merged(&state)[i], recycled(&state["vms"][i]));
         println!("{}: {} open, {merged} pages merged, {again} recycled", vm.name(), Bytes(open));
         assert!(open < vm.memory().0, "never as a whole");
         stop_verify(vm);
@@ -271,13 +301,13 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     let before = Truth::of(&pids(&vms)).unwrap();
     assert!(daemon.stop());
     let after = Truth::of(&pids(&vms)).unwrap();
-    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
+    let daemon = merging(dir.path(), "2s");
     daemon.wait_for("ranges again", MINUTE, open).unwrap();
     let again = Truth::of(&pids(&vms)).unwrap();
     println!("{before:?}, its end: {after:?}, the next: {again:?}");
     let counted = |s: &Value| all(s, &|v| number(&v["vmm"]) > 0);
     daemon.wait_for("what QEMU itself holds", MINUTE, counted).unwrap();
-    let state = daemon.get("/v1/state").unwrap();
+    let state = daemon.state().unwrap();
     state["vms"].as_array().unwrap().iter().for_each(what_qemu_itself_holds_is_right);
     for later in [after, again] {
         assert!(later.merged() >= before.merged().share(0.99), "{before:?}, then {later:?}");
@@ -304,10 +334,8 @@ fn what_qemu_itself_holds_is_right(vm: &Value) {
 fn vm_what_is_freed_in_open_ranges_is_recycled_before_the_next_scan() {
     let _arena = held();
     let (dir, agents) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], Some(agents.path()));
-    let rarely = MERGE.replace("scan = \"2s\"", "scan = \"1h\"");
-    assert_ne!(rarely, MERGE);
-    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], &rarely).unwrap();
+    let vms = boot_pair(Some(agents.path()));
+    let daemon = merging(dir.path(), "1h");
     let open = |state: &Value| state["vms"][0]["agent"]["open"].as_u64().unwrap_or(0);
     let scans = |state: &Value| state["host"]["merge"]["scan"]["number"].as_u64();
     let before = daemon
@@ -316,15 +344,11 @@ fn vm_what_is_freed_in_open_ranges_is_recycled_before_the_next_scan() {
             (merges && open(state) > 48 << 20).then(|| state.clone())
         })
         .unwrap();
-    let holds_what_it_wrote = |vm: &Vm| {
-        let said = vm.poked("h", MINUTE).unwrap();
-        assert!(said.u64("errors") == 0 && said.u64("checks") > 0, "{}: {said:?}", vm.name());
-    };
     vms.iter().for_each(holds_what_it_wrote);
     vms[0].tool().stop("h").unwrap();
     let after = daemon
         .wait_for("recycled ranges", MINUTE, |state| {
-            let came = recycled(state)[0] - recycled(&before)[0];
+            let came = recycled(&state["vms"][0]) - recycled(&before["vms"][0]);
             let closed = open(&before).saturating_sub(open(state));
             (came > 40 << 20 && closed > 40 << 20).then(|| state.clone())
         })
@@ -388,14 +412,6 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
     assert_eq!(before, after);
 }
 
-/// What agents have given back of each VM, bytes.
-fn recycled(state: &Value) -> Vec<u64> {
-    let vms = state["vms"].as_array().unwrap();
-    vms.iter().map(|v| v["agent"]["counters"]["recycled"].as_u64().unwrap_or(0)).collect()
-}
-
-const MERGE: &str = "[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nfloor = \"1MiB\"\nscan = \"2s\"\n";
-
 /// Merged pages of each VM, by its own counters.
 fn merged(state: &Value) -> Vec<u64> {
     let vms = state["vms"].as_array().unwrap();
@@ -425,10 +441,15 @@ fn pids(vms: &[Vm]) -> Vec<u32> {
     vms.iter().map(Vm::pid).collect()
 }
 
+/// Sets one of KSM's knobs until the arena puts it back.
+fn set_knob(arena: &Arena, name: &str, value: &str) {
+    arena.set(&Path::new(KSM).join(name), value).unwrap();
+}
+
 fn knobs() -> Vec<String> {
     KNOBS.iter().map(|k| knob(k)).collect()
 }
 
 fn knob(name: &str) -> String {
-    std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{name}")).unwrap().trim().to_string()
+    std::fs::read_to_string(Path::new(KSM).join(name)).unwrap().trim().to_string()
 }

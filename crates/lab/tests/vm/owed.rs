@@ -12,16 +12,24 @@ use ebb_lab::ebb::Daemon;
 use ebb_lab::vm::{Balloon, Vm};
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
-use crate::{MINUTE, ebb_says, said, signal, stock, wait_size};
+use crate::{
+    MINUTE, begin_migration, ebb_says, end_migration, said, signal, stock, wait_size, watch,
+};
 
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);
 /// Ticks in which anything that is wrong would have been ordered.
 const TICKS: u64 = 6;
 
-fn start(name: &str, deflate_on_oom: bool) -> (Arena, Vm) {
-    (Arena::beside(Beside::AnyTest).unwrap(), boot(name, deflate_on_oom))
+/// A VM of which a daemon has memory.
+fn squeezed(name: &str, deflate_on_oom: bool) -> (Arena, Vm, TempDir, Daemon) {
+    let arena = Arena::beside(Beside::AnyTest).unwrap();
+    let vm = boot(name, deflate_on_oom);
+    let (dir, daemon) = watch(&[name], "");
+    daemon.squeeze(name, SQUEEZED).unwrap();
+    (arena, vm, dir, daemon)
 }
 
 fn boot(name: &str, deflate_on_oom: bool) -> Vm {
@@ -32,7 +40,7 @@ fn boot(name: &str, deflate_on_oom: bool) -> Vm {
 
 fn ticks(daemon: &Daemon, more: u64) {
     let tick = |s: &Value| s["tick"].as_u64().unwrap_or(0);
-    let was = tick(&daemon.get("/v1/state").unwrap());
+    let was = tick(&daemon.state().unwrap());
     daemon.wait_for("ticks", MINUTE, |s| tick(s) >= was + more).unwrap();
 }
 
@@ -53,8 +61,7 @@ fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
         vm.set_balloon(Bytes::mib(200)).unwrap();
         wait_size(vm, Bytes::mib(200));
     }
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &names, "").unwrap();
+    let (dir, daemon) = watch(&names, "");
     let told = |s: &Value| (0..2).all(|i| s["vms"][i]["available"].as_u64().is_some());
     daemon.wait_for("statistics", MINUTE, told).unwrap();
     ticks(&daemon, TICKS);
@@ -71,8 +78,7 @@ fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
             wait_size(vm, size);
         }
     }
-    let decisions = daemon.get("/v1/decisions").unwrap();
-    assert_eq!(decisions.as_array().map(Vec::len), Some(0), "{decisions}");
+    assert_eq!(daemon.decisions().unwrap(), [Value::Null; 0]);
     assert!(owed(dir.path()).is_empty());
     assert!(daemon.stop());
     for vm in &vms {
@@ -82,10 +88,7 @@ fn vm_a_size_that_the_operator_sets_is_not_fought_in_either_direction() {
 
 #[test]
 fn vm_a_qemu_that_hangs_when_ebb_stops_stays_owed_until_it_answers() {
-    let (_arena, vm) = start("hangs", true);
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["hangs"], "").unwrap();
-    daemon.squeeze("hangs", SQUEEZED).unwrap();
+    let (_arena, vm, dir, daemon) = squeezed("hangs", true);
     signal(vm.pid(), Signal::STOP);
     let slow = |s: &Value| s["vms"][0]["link"]["state"] == "slow";
     daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
@@ -99,10 +102,7 @@ fn vm_a_qemu_that_hangs_when_ebb_stops_stays_owed_until_it_answers() {
 
 #[test]
 fn vm_an_order_that_a_paused_guest_has_not_followed_is_taken_back() {
-    let (_arena, vm) = start("sleeps", true);
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["sleeps"], "").unwrap();
-    daemon.squeeze("sleeps", SQUEEZED).unwrap();
+    let (_arena, vm, dir, daemon) = squeezed("sleeps", true);
     vm.pause().unwrap();
     assert_eq!(daemon.end().0, Some(2), "a guest that does not run follows no order");
     assert_eq!(owed(dir.path()), ["sleeps"]);
@@ -116,10 +116,7 @@ fn vm_an_order_that_a_paused_guest_has_not_followed_is_taken_back() {
 
 #[test]
 fn vm_a_reload_gives_nothing_back_and_a_bad_configuration_is_not_taken() {
-    let (_arena, vm) = start("reload", true);
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["reload"], "").unwrap();
-    daemon.squeeze("reload", SQUEEZED).unwrap();
+    let (_arena, vm, dir, daemon) = squeezed("reload", true);
     let (pid, small) = (daemon.pid(), vm.balloon().unwrap());
     let write = |text: &str| {
         let old = fs::read_to_string(daemon.config()).unwrap();
@@ -138,7 +135,7 @@ fn vm_a_reload_gives_nothing_back_and_a_bad_configuration_is_not_taken() {
     said("begun anew");
     let floor = |s: &Value| s["vms"][0]["floor"] == json!(200u64 << 20);
     daemon.wait_for("the new floor", MINUTE, floor).unwrap();
-    assert_eq!(daemon.get("/v1/state").unwrap()["daemon"]["pid"], pid);
+    assert_eq!(daemon.state().unwrap()["daemon"]["pid"], pid);
     ticks(&daemon, TICKS);
     assert!(vm.balloon().unwrap() <= small + Bytes::mib(1), "nothing was given back");
     assert_eq!(owed(dir.path()), ["reload"]);
@@ -155,15 +152,10 @@ fn vm_a_reload_gives_nothing_back_and_a_bad_configuration_is_not_taken() {
 /// Where it goes there may be no Ebb that knows what it is owed.
 #[test]
 fn vm_a_vm_that_is_migrated_takes_its_memory_along() {
-    let (_arena, vm) = start("goes", true);
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["goes"], "").unwrap();
-    daemon.squeeze("goes", SQUEEZED).unwrap();
-    vm.qmp("migrate-set-parameters", Some(json!({ "max-bandwidth": 64 << 10 }))).unwrap();
-    vm.qmp("migrate", Some(json!({ "uri": "exec:cat > /dev/null" }))).unwrap();
+    let (_arena, vm, _dir, daemon) = squeezed("goes", true);
+    begin_migration(&vm);
     wait_size(&vm, RAM);
-    assert_eq!(vm.qmp("query-migrate", None).unwrap()["status"], "active");
-    vm.qmp("migrate_cancel", None).unwrap();
+    end_migration(&vm);
     assert!(daemon.stop());
 }
 
@@ -171,20 +163,14 @@ fn vm_a_vm_that_is_migrated_takes_its_memory_along() {
 /// Ebb. QEMU is told while it saves, and the file tells the guest.
 #[test]
 fn vm_a_vm_that_is_saved_takes_all_its_memory_when_it_is_restored() {
-    let (_arena, vm) = start("saved", false);
-    let dir = tempfile::tempdir().unwrap();
+    let (_arena, vm, dir, daemon) = squeezed("saved", false);
     let file = dir.path().join("saved");
-    let daemon = Daemon::start(dir.path(), &["saved"], "").unwrap();
-    daemon.squeeze("saved", SQUEEZED).unwrap();
     vm.pause().unwrap();
     // A few seconds' worth.
     vm.qmp("migrate-set-parameters", Some(json!({ "max-bandwidth": 32 << 20 }))).unwrap();
     let uri = format!("exec:cat > {}", file.display());
     vm.qmp("migrate", Some(json!({ "uri": uri }))).unwrap();
-    let saved = |vm: &Vm| {
-        let said = vm.qmp("query-migrate", None).unwrap();
-        said["status"] == "completed"
-    };
+    let saved = |vm: &Vm| vm.qmp("query-migrate", None).unwrap()["status"] == "completed";
     vm.wait_for("the end of the save", MINUTE, saved).unwrap();
     assert!(vm.balloon().unwrap() <= SQUEEZED, "it did not run meanwhile");
     vm.kill();
@@ -195,10 +181,7 @@ fn vm_a_vm_that_is_saved_takes_all_its_memory_when_it_is_restored() {
     config.balloon = Some(Balloon { reporting: false, deflate_on_oom: false });
     config.args = vec!["-incoming".into(), format!("exec:cat {}", file.display())];
     let vm = Vm::spawn(&config).unwrap();
-    let loaded = |vm: &Vm| {
-        let status = vm.qmp("query-status", None).unwrap()["status"].clone();
-        status != "inmigrate"
-    };
+    let loaded = |vm: &Vm| vm.qmp("query-status", None).unwrap()["status"] != "inmigrate";
     vm.wait_for("the restored VM", MINUTE, loaded).unwrap();
     vm.resume().unwrap();
     wait_size(&vm, RAM);

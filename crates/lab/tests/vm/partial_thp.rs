@@ -2,11 +2,10 @@
 
 use ebb_core::units::Bytes;
 use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::Daemon;
 use ebb_lab::vm::{Balloon, Vm};
 use serde_json::Value;
 
-use crate::{MINUTE, all_is_there, ebb_says, replays, stock};
+use crate::{MINUTE, all_is_there, ebb_says, replays, stock, watch};
 
 #[test]
 fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
@@ -25,8 +24,7 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     tool.poke("p").unwrap();
     tool.wait_event("p", "progress", MINUTE).unwrap();
     let before = cgroup.usage();
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["partial_thp"], "").unwrap();
+    let (dir, daemon) = watch(&["partial_thp"], "");
     daemon.wait_for_tier("stock").unwrap();
     let freed = |s: &Value| Bytes(s["vms"][0]["partial_thp"]["freed"].as_u64().unwrap_or(0));
     let enough = |s: &Value| {
@@ -42,12 +40,8 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
     all_is_there(&vm);
     let explain = ebb_says(dir.path(), &["explain", "partial_thp"]);
     assert!(explain.contains("huge pages split"), "{explain}");
-    assert!(
-        daemon
-            .metrics()
-            .unwrap()
-            .contains("ebb_vm_partial_thp_freed_bytes_total{vm=\"partial_thp\"}")
-    );
+    let metrics = daemon.metrics().unwrap();
+    assert!(metrics.contains("ebb_vm_partial_thp_freed_bytes_total{vm=\"partial_thp\"}"));
     assert!(daemon.stop());
     replays(dir.path());
 }

@@ -18,8 +18,9 @@ use ebb_lab::guest_stack;
 use ebb_lab::image::Kernel;
 use ebb_lab::vm::{Backing, Vm};
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
-use crate::{MINUTE, ebb_says, stock, stop_verify, unique, wait_until};
+use crate::{MINUTE, ebb_says, recycled, stock, stop_verify, unique, wait_until};
 
 /// Here some process, init of this machine perhaps, may not let anybody see what it maps.
 const PRIVATE: &str = "[defaults]\nprivate_ram = true\n";
@@ -74,14 +75,22 @@ impl Drop for Backend {
     }
 }
 
-/// A guest of shared memory with module and agent.
-fn boot(dir: &Path) -> (Arena, Vm, PathBuf) {
+/// A guest of shared memory with module and agent, a daemon that has the agent work, and the
+/// agent's socket.
+fn at_work() -> (Arena, Vm, TempDir, Daemon, PathBuf) {
     let arena = Arena::beside(Beside::AnyTest).unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let mut config = stock(&unique("plug"), Bytes::mib(512));
     (config.kernel, config.backing) = (Kernel::V6_12, Backing::Memfd);
-    let socket = guest_stack::prepare(&mut config, dir).unwrap();
+    let socket = guest_stack::prepare(&mut config, dir.path()).unwrap();
     let vm = guest_stack::boot(&[config]).unwrap().remove(0);
-    (arena, vm, socket)
+    let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
+    daemon.wait_for_tier("guest").unwrap();
+    (arena, vm, dir, daemon, socket)
+}
+
+fn start_verify(vm: &Vm) {
+    vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
 }
 
 /// The disk as the guest reads it, `times` over, past its page cache; what differs.
@@ -95,16 +104,12 @@ fn wrong_reads(vm: &Vm, right: &str, times: u32) -> u32 {
 
 #[test]
 fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
-    let dir = tempfile::tempdir().unwrap();
-    let (_arena, vm, _) = boot(dir.path());
+    let (_arena, vm, dir, daemon, _) = at_work();
     let backend = Backend::start(dir.path());
-    let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
-    daemon.wait_for_tier("guest").unwrap();
-    vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
+    start_verify(&vm);
     // All that is free, at once, again and again, while the device comes.
-    let recycled = |s: &Value| s["vms"][0]["agent"]["counters"]["recycled"].as_u64();
     daemon.reclaim().unwrap();
-    daemon.wait_for("recycling", MINUTE, |s| recycled(s).filter(|n| *n > 0)).unwrap();
+    daemon.wait_for("recycling", MINUTE, |s| recycled(&s["vms"][0]) > 0).unwrap();
     let right = backend.sum();
     let wrong = std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
@@ -152,11 +157,8 @@ impl Drop for Node {
 /// without waiting for userfaultfd, as it does for the writer of `/proc/PID/mem`.
 #[test]
 fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
-    let dir = tempfile::tempdir().unwrap();
-    let (_arena, vm, _) = boot(dir.path());
-    let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
-    daemon.wait_for_tier("guest").unwrap();
-    vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
+    let (_arena, vm, _dir, daemon, _) = at_work();
+    start_verify(&vm);
     let address = |gpa: u64| {
         let line = json!({ "command-line": format!("gpa2hva {gpa:#x}") });
         let said = vm.qmp("human-monitor-command", Some(line)).unwrap();
@@ -177,10 +179,7 @@ fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
     let backend = json!({ "type": "file", "data": { "out": node.0 } });
     vm.qmp("chardev-add", Some(json!({ "id": "group", "backend": backend }))).unwrap();
     assert_eq!(wires.map(pin), [true, true]);
-    let aside = |s: &Value| {
-        let why = s["vms"][0]["agent"]["why"].to_string();
-        why.contains("VFIO")
-    };
+    let aside = |s: &Value| s["vms"][0]["agent"]["why"].to_string().contains("VFIO");
     daemon.wait_for("the agent to stand aside", MINUTE, aside).unwrap();
     vm.qmp("chardev-remove", Some(json!({ "id": "group" }))).unwrap();
     drop(node);
@@ -193,10 +192,7 @@ fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
 /// The word that a manager gives before it plugs, and the one after.
 #[test]
 fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
-    let dir = tempfile::tempdir().unwrap();
-    let (_arena, vm, socket) = boot(dir.path());
-    let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
-    daemon.wait_for_tier("guest").unwrap();
+    let (_arena, vm, dir, daemon, socket) = at_work();
     ebb_says(dir.path(), &["hands-off", vm.name(), "--for", "5min"]);
     // The agent is free: it would serve another daemon now, and guards nothing.
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid())).unwrap();

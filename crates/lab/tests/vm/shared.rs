@@ -15,7 +15,7 @@ use ebb_lab::vm::Vm;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{MINUTE, ebb_says, of, signal, stock};
+use crate::{MINUTE, decided_by, ebb_says, of, signal, stock, watch};
 
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);
@@ -107,11 +107,14 @@ fn interval(vm: &Vm) -> u64 {
 }
 
 fn wait_up(daemon: &Daemon, name: &str) {
-    let up = |s: &Value| {
-        let vm = of(s, name);
-        vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()
-    };
-    daemon.wait_for("its statistics", MINUTE, up).unwrap();
+    let up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
+    daemon.wait_for_vm(name, "statistics", MINUTE, up).unwrap();
+}
+
+/// Once the guest has said how it is.
+fn squeeze(daemon: &Daemon, name: &str) {
+    wait_up(daemon, name);
+    daemon.squeeze(name, SQUEEZED).unwrap();
 }
 
 /// Taking, giving, a stop, a crash and a reset, while the manager asks.
@@ -129,8 +132,7 @@ fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fai
     show("without Ebb", &waits);
 
     let manager = Manager::start(vm.qmp_path());
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["vm100"], "").unwrap();
+    let (dir, daemon) = watch(&["vm100"], "");
     wait_up(&daemon, "vm100");
     assert_eq!(daemon.vm("vm100").unwrap()["shared"]["with"], "Proxmox VE");
     assert_eq!(interval(&vm), 2);
@@ -144,23 +146,18 @@ fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fai
     assert_eq!(interval(&vm), 7, "it is as it was");
 
     let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
-    wait_up(&daemon, "vm100");
-    daemon.squeeze("vm100", SQUEEZED).unwrap();
+    squeeze(&daemon, "vm100");
     daemon.crash();
     assert!(vm.balloon().unwrap() <= SQUEEZED);
     ebb_says(dir.path(), &["release"]);
     is(&vm, "all that it is owed after a crash", |size| size == RAM);
 
     let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
-    wait_up(&daemon, "vm100");
-    daemon.squeeze("vm100", SQUEEZED).unwrap();
+    squeeze(&daemon, "vm100");
     vm.reset().unwrap();
     vm.wait_ready().unwrap();
     is(&vm, "all that it is owed after a reset", |size| size == RAM);
-    let decisions = daemon.get("/v1/decisions").unwrap();
-    let decisions = decisions.as_array().unwrap().iter();
-    let rules: Vec<_> = decisions.map(|d| &d["action"]["reason"]["rule"]).collect();
-    assert!(rules.iter().any(|rule| *rule == "rebooted"), "{rules:?}");
+    decided_by(&daemon, "rebooted");
     let (failed, waits) = manager.end();
     assert!(daemon.stop());
     assert_eq!(failed, [""; 0]);
@@ -175,10 +172,8 @@ fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fai
 fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_stays_owed() {
     let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let vm = start("vm101", 101);
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["vm101"], "").unwrap();
-    wait_up(&daemon, "vm101");
-    daemon.squeeze("vm101", SQUEEZED).unwrap();
+    let (dir, daemon) = watch(&["vm101"], "");
+    squeeze(&daemon, "vm101");
     signal(vm.pid(), Signal::STOP);
     let slow = |s: &Value| of(s, "vm101")["link"]["state"] == "slow";
     daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();

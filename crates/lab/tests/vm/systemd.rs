@@ -3,7 +3,6 @@
 //!
 //! What a guest has is asked of QEMU by the lab, on a socket of its own.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use ebb_core::units::Bytes;
@@ -16,12 +15,11 @@ use ebb_lab::vm::{Accel, Vm, VmConfig};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{MINUTE, stock};
+use crate::{MERGING, NOBODY, agent_for_all, recycled, stock, touch_and_free};
 
 const RAM: Bytes = Bytes::mib(512);
 /// What is left to a guest whose idle memory was taken, at most.
 const SQUEEZED: Bytes = Bytes::mib(448);
-const NOBODY: u32 = 65534;
 
 /// A systemd, and a VM that its `ebb` sees.
 struct Host {
@@ -45,8 +43,7 @@ impl Host {
     /// Has the guest hold and free memory, and the daemon take it: asked again, as a request is
     /// for one tick, and the guest's statistics may then be too old.
     fn squeeze(&self) {
-        self.vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
-        self.vm.tool().stop("h").unwrap();
+        touch_and_free(&self.vm, Bytes::mib(256));
         let squeezed = |s: &Systemd| {
             s.run(&["ebb", "reclaim", "guest"]);
             self.size() <= SQUEEZED
@@ -243,12 +240,10 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
     let arena = Arena::beside(Beside::KsmIsMine).unwrap();
     // The daemon steers it, and it is put back whatever comes.
     arena.set(Path::new("/sys/kernel/mm/ksm/run"), "0").unwrap();
-    let merge = "[host]\nusers = [\"nobody\"]\n[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nscan = \"2s\"\n";
-    let systemd = Systemd::start(&arena, merge).unwrap();
+    let config_file = format!("[host]\nusers = [\"nobody\"]\n{MERGING}scan = \"2s\"\n");
+    let systemd = Systemd::start(&arena, &config_file).unwrap();
     let dir = tempfile::tempdir().unwrap();
-    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
-    let library = dir.path().join("libebb_vmm.so");
-    std::fs::copy(guest_stack::plugin().unwrap(), &library).unwrap();
+    let library = agent_for_all(dir.path());
     let image = Image::get(Kernel::V6_1).unwrap();
     let mut with_agent = config("agent", &systemd);
     let mut guest = config("guest", &systemd);
@@ -272,15 +267,11 @@ fn vm_the_units_sandbox_keeps_nothing_from_the_daemon_that_it_needs() {
     let scan = &state()["host"]["merge"]["scan"];
     let (read, by_agents) = (number(&scan["read"]), number(&scan["by_agents"]));
     assert!(by_agents > 1 << 20 && read > by_agents + (1 << 20), "from within and outside: {scan}");
-    for vm in &vms {
-        vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
-        vm.tool().stop("h").unwrap();
-    }
-    let part = |s: &Value, vm: usize, path: &str| number(s["vms"][vm].pointer(path).unwrap());
+    vms.iter().for_each(|vm| touch_and_free(vm, Bytes::mib(256)));
     let asked = |vm: &str| systemd.run(&["ebb", "reclaim", vm]);
     seen("recycled pages", &|s| {
         asked("agent");
-        part(s, 0, "/agent/counters/recycled") > 64 << 20
+        recycled(&s["vms"][0]) > 64 << 20
     });
     seen("split huge pages", &|s| {
         asked("guest");

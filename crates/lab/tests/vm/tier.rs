@@ -84,7 +84,7 @@ fn vm_what_a_guest_frees_returns_by_itself_and_at_once_when_asked_for() {
         println!("{kernel}: 95 % of {} back {:?} after the free", full - before, freed.elapsed());
 
         let recycled =
-            || daemon.get("/v1/state").unwrap()["vms"][0]["agent"]["counters"]["recycled"].as_u64();
+            || daemon.state().unwrap()["vms"][0]["agent"]["counters"]["recycled"].as_u64();
         let was = recycled().unwrap();
         let full = place.fill_and_free();
         let asked = Instant::now();
@@ -116,7 +116,7 @@ fn vm_a_paused_guest_gives_back_and_a_verified_one_loses_nothing() {
     let end = place.vm.tool().finish("v", 3 * MINUTE).unwrap();
     assert_eq!(end.u64("errors"), 0, "{end:?}");
 
-    let now = |key| agent(&daemon.get("/v1/state").unwrap(), key);
+    let now = |key| agent(&daemon.state().unwrap(), key);
     let freed_and_paused = || {
         place.vm.tool().start_ready("h", "hold", "size=268435456", MINUTE).unwrap();
         // Pages that are free already and still held come back as well. What the daemon knows of
@@ -124,7 +124,7 @@ fn vm_a_paused_guest_gives_back_and_a_verified_one_loses_nothing() {
         let mut before = (0, Bytes::ZERO);
         let counted = |_: &Vm| {
             std::thread::sleep(Duration::from_secs(4));
-            let state = daemon.get("/v1/state").unwrap();
+            let state = daemon.state().unwrap();
             let given = agent(&state, "free").saturating_sub(agent(&state, "held"));
             let was = std::mem::replace(&mut before, (given, place.usage()));
             let moved = was.0.abs_diff(before.0).max(was.1.0.abs_diff(before.1.0));
@@ -227,8 +227,7 @@ fn vm_a_guest_in_direct_reclaim_is_given_memory_at_once_by_its_modules_facts() {
     daemon.signal(Signal::CONT);
     let order = daemon
         .wait_for("order to grow", MINUTE, |_| {
-            let decisions = daemon.get("/v1/decisions").ok()?;
-            decisions.as_array()?.iter().find_map(|d| {
+            daemon.decisions().ok()?.iter().find_map(|d| {
                 let is_short = d["action"]["reason"]["rule"] == "guest_short";
                 (is_short && d["wall_ms"].as_u64()? >= looked_ms).then(|| d.clone())
             })

@@ -2,7 +2,6 @@
 //! unprivileged user in QEMU's sandbox, as libvirt runs it. In each the daemon
 //! finds the agent, recycles for a few seconds under `verify`, and nothing is lost.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -14,21 +13,18 @@ use ebb_lab::image::{Image, Kernel};
 use ebb_lab::vm::{Accel, Balloon, Vm, VmConfig};
 use serde_json::Value;
 
-use crate::MINUTE;
+use crate::{MERGING, MINUTE, NOBODY, agent_for_all, recycled, touch_and_free};
 
-const NOBODY: u32 = 65534;
 const SCHED_BATCH: i32 = 3;
 /// What libvirt gives a QEMU that can.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 
 /// Boots a guest with the module in a QEMU that `load` puts the library into (its
 /// path, and one for the socket, in a directory that all may use), and recycles.
-fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
+fn works(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     let arena = Arena::within(Bytes::gib(2), Beside::KsmIsMine).unwrap();
     let dir = tempfile::tempdir().unwrap();
-    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
-    let library = dir.path().join("libebb_vmm.so");
-    std::fs::copy(guest_stack::plugin().unwrap(), &library).unwrap();
+    let library = agent_for_all(dir.path());
     let image = Image::get(kernel).unwrap();
     let mut config = VmConfig::new("load", Bytes::mib(512));
     (config.kernel, config.cpus) = (kernel, 2);
@@ -56,13 +52,11 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     let end = vm.tool().wait_end("v", MINUTE).unwrap();
     assert_eq!(end.u64("errors"), 0, "{end:?}");
     // How much it freed meanwhile is the machine's doing: this is more than enough.
-    let state = || daemon.get("/v1/state").unwrap();
-    let recycled = |s: &Value| s["vms"][0]["agent"]["counters"]["recycled"].as_u64().unwrap();
+    let state = || daemon.state().unwrap();
     let until = Instant::now() + MINUTE;
-    while recycled(&state()) <= 50 << 20 {
+    while recycled(&state()["vms"][0]) <= 50 << 20 {
         assert!(Instant::now() < until, "{:#}", state());
-        vm.tool().start_ready("h", "hold", "size=100000000", MINUTE).unwrap();
-        vm.tool().stop("h").unwrap();
+        touch_and_free(&vm, Bytes::mib(96));
         daemon.reclaim().unwrap();
         std::thread::sleep(Duration::from_millis(500));
     }
@@ -78,8 +72,8 @@ fn recycled(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
 fn hashes_with_weight(arena: &Arena, state: &Path, pid: u32) {
     // The daemon steers it, and it is put back whatever comes.
     arena.set(Path::new("/sys/kernel/mm/ksm/run"), "0").unwrap();
-    let merge = "[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\nscan = \"2s\"\n";
-    let daemon = Daemon::start(state, &["load"], &format!("users = [65534]\n{merge}")).unwrap();
+    let config = format!("users = [65534]\n{MERGING}scan = \"2s\"\n");
+    let daemon = Daemon::start(state, &["load"], &config).unwrap();
     // Policy, and nice: fields 41 and 19 of proc(5).
     let weight = || {
         let stats = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
@@ -114,7 +108,7 @@ fn unprivileged(pid: u32) {
 
 #[test]
 fn vm_a_preloaded_agent_is_found_and_recycles_beside_free_page_reporting() {
-    recycled(Kernel::V6_12, |config, library, socket| {
+    works(Kernel::V6_12, |config, library, socket| {
         // A plug-in would stand aside: see `turns` in the agent.
         config.balloon = Some(Balloon { reporting: true, deflate_on_oom: true });
         let text = |path: &Path| path.display().to_string();
@@ -125,7 +119,7 @@ fn vm_a_preloaded_agent_is_found_and_recycles_beside_free_page_reporting() {
 
 #[test]
 fn vm_an_unprivileged_qemu_in_its_sandbox_recycles_with_the_daemons_descriptor() {
-    recycled(Kernel::V6_1, |config, library, socket| {
+    works(Kernel::V6_1, |config, library, socket| {
         config.user = Some(NOBODY);
         // /dev/kvm is not nobody's.
         config.accel = Some(Accel::Tcg);

@@ -371,7 +371,7 @@ impl Running {
             scanner(state).filter(|(now, _)| *now >= looks + 2)
         })?;
         let all = (all(self.cpu(vms)?) - cpu) / began.elapsed().as_secs_f64();
-        let scan = &self.daemon.get("/v1/state")?["host"]["merge"]["scan"];
+        let scan = &self.daemon.state()?["host"]["merge"]["scan"];
         println!(
             "             daemon and agents at rest: {:.2} % of a core; scanner {:.3} CPU s in all, {} \
              scans, {} looks",

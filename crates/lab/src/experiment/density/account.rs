@@ -39,7 +39,7 @@ impl Account {
         }
         if let Some(daemon) = daemon {
             account.seconds.insert("daemon".into(), of(daemon.pid()));
-            let state = daemon.get("/v1/state")?;
+            let state = daemon.state()?;
             for vm in state["vms"].as_array().into_iter().flatten() {
                 let part = |key: &str| vm["returned"][key].as_f64().unwrap_or(0.0);
                 account.returned += part("recycled") + part("balloon") + part("reporting");

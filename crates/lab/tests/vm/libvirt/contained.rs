@@ -9,17 +9,16 @@ use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Kind, Libvirtd};
 
 use super::{boot, size, wait_up, wait_vm, wait_whole};
-use crate::of;
+use crate::{of, watch};
 
 #[test]
 fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {
     let _arena = Arena::beside(Beside::AnyTest).unwrap();
     let libvirtd = Libvirtd::start_as(Kind::Contained).unwrap();
     let _domain = boot(&libvirtd, "pod");
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(dir.path(), &["pod"], "").unwrap();
+    let (dir, daemon) = watch(&["pod"], "");
     std::thread::sleep(Duration::from_secs(3));
-    let state = daemon.get("/v1/state").unwrap();
+    let state = daemon.state().unwrap();
     assert!(of(&state, "pod").is_null(), "it is no VM of the host's: {state}");
     assert!(daemon.stop());
 

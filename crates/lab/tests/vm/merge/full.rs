@@ -9,8 +9,7 @@ use super::*;
 use crate::of;
 
 const NAMES: [&str; 2] = ["full-1", "full-2"];
-const MERGE: &str = "reserve = \"16MiB\"\n[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\n\
-    floor = \"1MiB\"\nscan = \"1h\"\n";
+const RESERVE: &str = "reserve = \"16MiB\"\n";
 const ALIKE: Bytes = Bytes::mib(160);
 
 /// Guests with module and agent that hold the same, in a cgroup.
@@ -56,7 +55,8 @@ fn boot_alike(slice: &MemoryCgroup, dir: &Path) -> Vec<Vm> {
 #[test]
 fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
     let Place { arena: _arena, slice, dir, vms } = Place::with_guests_alike();
-    let daemon = Daemon::start(dir.path(), &NAMES, MERGE).unwrap();
+    let text = RESERVE.to_string() + &merge_config("1h");
+    let daemon = Daemon::start(dir.path(), &NAMES, &text).unwrap();
     let merged = |s: &Value| {
         let most = NAMES.iter().all(|name| {
             let stat = &of(s, name)["merge"]["stat"];
@@ -85,7 +85,7 @@ fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
         why.contains("no room to break").then(|| why.to_string())
     };
     println!("{}", daemon.wait_for("why it stays", MINUTE, told).unwrap());
-    assert_eq!(of(&daemon.get("/v1/state").unwrap(), NAMES[1])["merge"]["open"], true);
+    assert_eq!(of(&daemon.state().unwrap(), NAMES[1])["merge"]["open"], true);
 
     // What the other frees comes back by its agent and by the balloon.
     let was = vms[0].resident();
@@ -116,21 +116,18 @@ fn nothing_is_lost(vms: &[Vm]) {
 #[test]
 fn vm_what_others_merged_in_a_full_cgroup_is_taken_out_when_there_is_room() {
     let Place { arena, slice, dir, vms } = Place::with_guests_alike();
-    let set = |knob: &str, value| {
-        arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
-    };
-    set("pages_to_scan", "20000");
-    set("sleep_millisecs", "10");
+    set_knob(&arena, "pages_to_scan", "20000");
+    set_knob(&arena, "sleep_millisecs", "10");
     let merged = || vms.iter().all(|vm| mapped(vm).merged > ALIKE.share(0.95));
     assert_eq!(poll(4 * MINUTE, merged), Some(()), "{:?}, {:?}", mapped(&vms[0]), mapped(&vms[1]));
     // What is alike for a moment only, as guests boot, does not count: the rest is merged as well.
     let scans = || knob("full_scans").parse::<u64>().unwrap();
     let then = scans();
     assert_eq!(poll(MINUTE, || scans() >= then + 2), Some(()), "two more passes");
-    set("run", "0");
+    set_knob(&arena, "run", "0");
     slice.resize(slice.usage() + ALIKE.share(0.5)).unwrap();
 
-    let daemon = Daemon::start(dir.path(), &NAMES, "reserve = \"16MiB\"\n").unwrap();
+    let daemon = Daemon::start(dir.path(), &NAMES, RESERVE).unwrap();
     let told = |s: &Value| {
         let why = NAMES.map(|name| of(s, name)["agent"]["why"].as_str().map(str::to_string));
         let all = why.iter().all(|w| w.as_ref().is_some_and(|w| w.contains("its limits leave")));

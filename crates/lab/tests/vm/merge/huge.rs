@@ -36,7 +36,7 @@ fn vm_khugepaged_undoes_merges_unless_it_is_held() {
     for (name, value) in HUGE {
         arena.set(&knob(name), value).unwrap();
     }
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
+    let vms = boot_pair(None);
     for (n, vm) in vms.iter().enumerate() {
         // Blocks of 2 MiB of which less than half is alike: the others khugepaged leaves.
         let few = format!("size=50331648 seed={n} pattern=template share=0.25 cluster=65536");
@@ -45,8 +45,8 @@ fn vm_khugepaged_undoes_merges_unless_it_is_held() {
     }
     for hold in [false, true] {
         let dir = tempfile::tempdir().unwrap();
-        let text = MERGE.replace("2s", "1h") + &format!("hold_khugepaged = {hold}\n");
-        let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], &text).unwrap();
+        let text = merge_config("1h") + &format!("hold_khugepaged = {hold}\n");
+        let daemon = Daemon::start(dir.path(), &PAIR, &text).unwrap();
         let done = |state: &Value| {
             let rests = state["host"]["ksm"]["run"] == 0;
             let known = rests && merged(state).iter().sum::<u64>() > 20_000;

@@ -48,9 +48,9 @@ fn off_on_a_host_with(available: Bytes, dir: &Path) -> (bool, String) {
 #[test]
 fn vm_merge_off_takes_one_out_on_brings_it_in_and_off_alone_breaks_all() {
     let arena = held();
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
+    let vms = boot_pair(None);
     for (knob, value) in KNOBS.iter().zip(["1", "20000", "10", "0", "1"]) {
-        arena.set(&PathBuf::from(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
+        set_knob(&arena, knob, value);
     }
     let dir = tempfile::tempdir().unwrap();
     configure(dir.path(), &[("mg1", "a"), ("mg2", "a")]);
@@ -84,10 +84,9 @@ fn vm_release_puts_back_ksm_and_who_was_open_and_breaks_no_merge() {
     let _arena = held();
     let before = knobs();
     let dir = tempfile::tempdir().unwrap();
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
-    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
-    let many = |s: &Value| merged(s).iter().all(|pages| *pages > 8000);
-    daemon.wait_for("merging", MINUTE, many).unwrap();
+    let vms = boot_pair(None);
+    let daemon = merging(dir.path(), "2s");
+    wait_merged(&daemon, 8000, MINUTE);
     ebb_says(dir.path(), &["merge", "off", "mg2"]);
     let closed = |s: &Value| s["vms"][1]["merge"]["open"] == false;
     daemon.wait_for("mg2 to be out", MINUTE, closed).unwrap();
@@ -97,7 +96,7 @@ fn vm_release_puts_back_ksm_and_who_was_open_and_breaks_no_merge() {
     assert!(knobs() != before && dir.path().join("ksm.json").exists());
     let said = ebb_says(dir.path(), &["release"]);
     println!("{said}; {kept:?}, then {:?}", stat(&vms[0]));
-    assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
+    is_put_back(&before, dir.path());
     assert!(vms.iter().all(open), "as QEMU was started");
     assert!(stat(&vms[0]).merged() >= kept.merged() * 9 / 10 && kept.merged() > 1000);
     vms.iter().for_each(all_is_there);
@@ -107,7 +106,7 @@ fn vm_release_puts_back_ksm_and_who_was_open_and_breaks_no_merge() {
 fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     let _arena = held();
     let dir = tempfile::tempdir().unwrap();
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
+    let vms = boot_pair(None);
     const PAGES: &str = "333";
     let settings = [
         ("KSM_MONITOR_INTERVAL", "1"),
@@ -119,9 +118,8 @@ fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     let tuned = Ksmtuned::start(dir.path(), &settings).unwrap();
     wait("ksmtuned", || knob("pages_to_scan") == PAGES && knob("run") == "1");
     let before = knobs();
-    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], MERGE).unwrap();
-    let many = |s: &Value| merged(s).iter().all(|pages| *pages > 8000).then(|| s.clone());
-    let state = daemon.wait_for("merging", MINUTE, many).unwrap();
+    let daemon = merging(dir.path(), "2s");
+    let state = wait_merged(&daemon, 8000, MINUTE);
     let pid = tuned.0.as_raw_nonzero().get();
     let warned = |s: &Value| s["host"]["warnings"].to_string().contains(&format!("process {pid})"));
     assert!(warned(&state), "{:#}", state["host"]["warnings"]);
@@ -142,6 +140,6 @@ fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     };
     daemon.wait_for("rest", MINUTE, rests).unwrap();
     assert!(daemon.stop());
-    assert_eq!((knobs(), dir.path().join("ksm.json").exists()), (before, false));
+    is_put_back(&before, dir.path());
     vms.iter().for_each(all_is_there);
 }

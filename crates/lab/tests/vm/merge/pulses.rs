@@ -24,8 +24,8 @@ fn number(name: &str) -> u64 {
 fn vm_pulses_merge_what_there_is_and_take_no_more_than_they_may() {
     let _arena = held();
     let dir = tempfile::tempdir().unwrap();
-    let vms = boot(&[("mg1", Kernel::V6_1), ("mg2", Kernel::V6_1)], None);
-    let daemon = Daemon::start(dir.path(), &["mg1", "mg2"], "[merge]\nmode = \"on\"\n").unwrap();
+    let vms = boot_pair(None);
+    let daemon = Daemon::start(dir.path(), &PAIR, "[merge]\nmode = \"on\"\n").unwrap();
     let works = |s: &Value| s["host"]["ksm"]["run"] == 1;
     daemon.wait_for("a burst", 5 * MINUTE, works).unwrap();
     let (begun, before) = (Instant::now(), ksmd_used());

@@ -36,7 +36,7 @@ fn vm_two_thousand_vms_are_seen_ballooned_and_given_back_with_the_usual_limits()
     let shrunk = || vms.iter().filter(|vm| vm.truth().told < RAM).count();
     let until = Instant::now() + PATIENCE;
     while shrunk() < count {
-        let state = daemon.get("/v1/state").unwrap();
+        let state = daemon.state().unwrap();
         assert!(Instant::now() < until, "{} of {count}, {}", shrunk(), state["daemon"]);
         daemon.reclaim().unwrap();
         wait_ticks(&daemon, 2);
@@ -68,7 +68,7 @@ fn wait_all_up(daemon: &Daemon, count: usize) {
         let known = vms.iter().filter(|v| v["actual"].as_u64() > Some(0));
         known.count() == count
     };
-    let state = || daemon.get("/v1/state").unwrap();
+    let state = || daemon.state().unwrap();
     wait_until(|| up(&state()), || format!("{}\n{}", state()["problems"], daemon.log()));
 }
 
@@ -85,7 +85,7 @@ fn check(place: &Place, vms: &[Standin]) {
 /// What ticks take and cost; told, not judged.
 fn cost(daemon: &Daemon, when: &str) {
     let look = || {
-        let state = daemon.get("/v1/state").unwrap();
+        let state = daemon.state().unwrap();
         let of = |key: &str| state["daemon"][key].as_f64().unwrap_or_default();
         (state["tick"].as_u64().unwrap_or_default(), of("cpu_s"), of("tick_ms"), of("resident"))
     };

@@ -33,7 +33,7 @@ fn install(place: &Place) -> std::path::PathBuf {
 
 /// The socket is another's for a moment.
 fn wait_answer(daemon: &Daemon) {
-    wait_until(|| daemon.get("/v1/state").is_ok(), || daemon.log());
+    wait_until(|| daemon.state().is_ok(), || daemon.log());
 }
 
 fn wait_nothing_owed(place: &Place) {
@@ -202,7 +202,7 @@ fn who_is_killed_while_it_gives_back_leaves_the_rest_to_the_next() {
         let more = |v: &Value| v["actual"].as_u64() > Some(vm.least + 80 * MIB);
         wait_shown(&daemon, &vm, "a larger size", more);
         watch.check();
-        let state = daemon.get("/v1/state").unwrap().to_string();
+        let state = daemon.state().unwrap().to_string();
         assert!(!state.contains("was set, not by Ebb"), "{}", daemon.log());
         vm.tell(&json!({ "speed": 1 << 30 }));
         end_whole(&place, daemon, watch, &[&vm]);

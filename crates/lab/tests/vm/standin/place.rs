@@ -244,7 +244,7 @@ pub fn parse_owned(text: &[u8]) -> Result<Owned, String> {
 
 /// Waits until the daemon shows a VM so.
 pub fn wait_shown(daemon: &Daemon, vm: &Peer, what: &str, is: impl Fn(&Value) -> bool) {
-    let state = || of(&daemon.get("/v1/state").unwrap(), &vm.name).clone();
+    let state = || of(&daemon.state().unwrap(), &vm.name).clone();
     let said =
         || format!("{}: no {what}: {}\n{:?}\n{}", vm.name, state(), vm.truth(), daemon.log());
     wait_until(|| is(&state()), said);
