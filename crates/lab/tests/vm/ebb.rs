@@ -3,26 +3,12 @@
 //!
 //! Each test runs the built `ebb` with a configuration that looks at its own VMs only.
 
-use std::fs;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::time::Duration;
 
-use ebb_core::units::Bytes;
 use ebb_host::qmp_balloon;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
-use ebb_lab::ebb::{Daemon, run, run_in};
-use ebb_lab::guest_stack;
-use ebb_lab::image::Kernel;
-use ebb_lab::in_pairs;
-use ebb_lab::vm::{Balloon, Vm, VmConfig};
-use rustix::process::Signal;
-use serde_json::{Value, json};
+use ebb_lab::ebb::run;
 
-use crate::{
-    MINUTE, begin_migration, decided_by, ebb_says, end_migration, kernels, of, replays, said,
-    signal, stock, stop_verify, touch_and_free, wait_size, watch,
-};
+use super::*;
 
 const RAM: Bytes = Bytes::mib(512);
 /// What a guest of 512 MiB and its QEMU hold that has touched 256 MiB, and hardly more.

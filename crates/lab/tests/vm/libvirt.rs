@@ -7,19 +7,10 @@ mod moves;
 mod plugged;
 mod session;
 
-use std::path::Path;
-use std::time::{Duration, Instant};
-
 use ebb_core::config::NAMESPACE;
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Domain, Libvirtd};
-use rustix::process::Signal;
-use serde_json::Value;
-use tempfile::TempDir;
 
-use crate::{of, signal};
+use super::*;
 
 /// What a guest does may take long beside other VMs.
 const PATIENCE: Duration = Duration::from_secs(180);

@@ -17,26 +17,19 @@ mod parts;
 mod resets;
 mod soak;
 
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::sleep;
-use std::time::{Duration, Instant};
 
-use ebb_core::units::Bytes;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Status};
-use ebb_host::agent::{Agent, AgentError};
+use ebb_host::agent::AgentError;
 use ebb_host::qmp;
 use ebb_lab::Background;
-use ebb_lab::agent_requests::Requests as _;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::guest_stack;
-use ebb_lab::image::{Image, Kernel};
-use ebb_lab::vm::{Backing, Vm, VmConfig, VmError};
-use serde_json::json;
+use ebb_lab::vm::VmError;
 
-use crate::{MINUTE, seconds, set, unique};
+use super::*;
 
 const SOON: Duration = Duration::from_secs(10);
 

@@ -1,17 +1,9 @@
 //! Several limits on one host, on real VMs: those below the limit that is short give, others do
 //! not.
 
-use std::fs;
-use std::time::Duration;
+use ebb_lab::ebb;
 
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::{self, Daemon};
-use ebb_lab::guest_stack;
-use ebb_lab::vm::{Balloon, Vm};
-use serde_json::Value;
-
-use crate::{MINUTE, of, replays, stock};
+use super::*;
 
 const RAM: Bytes = Bytes::mib(512);
 /// What each guest touches and frees.

@@ -8,35 +8,20 @@ mod huge;
 mod orders;
 mod pulses;
 
-use std::fs::File;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use ebb_core::sample::VmId;
-use ebb_core::units::{Bytes, PAGE};
+use ebb_core::units::PAGE;
 use ebb_core::wire::Attach;
 use ebb_core::wire::hashes::HashRequest;
 use ebb_host::act::vm_mergeable::{KsmState, ksm_state};
-use ebb_host::agent::Agent;
 use ebb_host::probe::process::read_stat;
 use ebb_host::probe::regions::read_smaps;
-use ebb_host::root::Root;
 use ebb_host::scan::random_key;
 use ebb_host::sys::{Range, pagemap_scan};
-use ebb_lab::agent_requests::Requests as _;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside};
-use ebb_lab::ebb::{Daemon, run_in};
 use ebb_lab::ground_truth::Truth;
-use ebb_lab::guest_stack;
-use ebb_lab::image::Kernel;
-use ebb_lab::vm::{Vm, VmConfig};
-use serde_json::Value;
 
-use crate::{
-    MERGING, MINUTE, all_is_there, ebb_says, holds_what_it_wrote, recycled, said, stop_verify,
-};
+use super::*;
 
 const KSM: &str = "/sys/kernel/mm/ksm";
 const KNOBS: [&str; 5] =

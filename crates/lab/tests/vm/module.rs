@@ -15,18 +15,11 @@ mod loading;
 mod stress;
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::process::Command;
-use std::time::{Duration, Instant};
 
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::guest::{ToolError, escape};
-use ebb_lab::image::{Image, Kernel};
-use ebb_lab::vm::{Balloon, Vm, VmConfig, VmError};
-use ebb_lab::{guest_stack, in_pairs};
+use ebb_lab::vm::VmError;
 
-use crate::{MINUTE, kernels, seconds, soak};
+use super::*;
 
 const RUNNING: u64 = 2;
 const STOPPED: u64 = 4;

@@ -4,15 +4,10 @@
 use ebb_core::plan::Plan;
 use ebb_core::sample::VmId;
 use ebb_core::task::{OffloadOrder, Orders};
-use ebb_core::units::Bytes;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::process::{read_stat, read_status};
-use ebb_host::root::Root;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
-use ebb_lab::poll;
-use ebb_lab::vm::Vm;
 
-use crate::{MINUTE, stock};
+use super::*;
 
 #[test]
 fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {

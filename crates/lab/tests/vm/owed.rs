@@ -3,20 +3,7 @@
 //!
 //! Each test holds the arena and ends with the balloon's size as QEMU tells the lab.
 
-use std::fs;
-use std::path::Path;
-
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::Daemon;
-use ebb_lab::vm::{Balloon, Vm};
-use rustix::process::Signal;
-use serde_json::{Value, json};
-use tempfile::TempDir;
-
-use crate::{
-    MINUTE, begin_migration, ebb_says, end_migration, said, signal, stock, wait_size, watch,
-};
+use super::*;
 
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);

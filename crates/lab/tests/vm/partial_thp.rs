@@ -1,11 +1,6 @@
 //! What a balloon takes in pieces out of huge pages is the host's, by its own counters.
 
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::vm::{Balloon, Vm};
-use serde_json::Value;
-
-use crate::{MINUTE, all_is_there, ebb_says, replays, stock, watch};
+use super::*;
 
 #[test]
 fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {

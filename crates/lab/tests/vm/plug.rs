@@ -2,25 +2,11 @@
 //! of tier guest: a vhost-user disk, served by QEMU's storage daemon. What such a backend
 //! loses where nobody looks is shown in one process (`crates/vmm/tests/devices.rs`).
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::process::Child;
 
-use ebb_core::units::Bytes;
-use ebb_host::agent::Agent;
-use ebb_lab::agent_requests::Requests as _;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::{Daemon, run_in};
 use ebb_lab::experiment::stage::write_noise;
-use ebb_lab::guest_stack;
-use ebb_lab::image::Kernel;
-use ebb_lab::vm::{Backing, Vm};
-use serde_json::{Value, json};
-use tempfile::TempDir;
 
-use crate::{MINUTE, ebb_says, recycled, stock, stop_verify, unique, wait_until};
+use super::*;
 
 /// Here some process, init of this machine perhaps, may not let anybody see what it maps.
 const PRIVATE: &str = "[defaults]\nprivate_ram = true\n";

@@ -5,18 +5,10 @@
 //! are stressed (20 by default). What comes back is measured by the memory
 //! cgroup that QEMU runs in, never by what guest or agent say.
 
-use std::time::{Duration, Instant};
-
-use ebb_core::units::Bytes;
 use ebb_core::wire::{AgentState, HugePages, Recycle, Recycled};
-use ebb_host::agent::Agent;
-use ebb_lab::agent_requests::Requests as _;
-use ebb_lab::arena::{Arena, Beside, MemoryCgroup};
-use ebb_lab::image::Kernel;
-use ebb_lab::vm::{Backing, Vm, VmConfig};
-use ebb_lab::{guest_stack, in_pairs};
+use ebb_lab::arena::MemoryCgroup;
 
-use crate::{MINUTE, seconds, set, soak};
+use super::*;
 
 const SOON: Duration = Duration::from_secs(10);
 

@@ -1,21 +1,14 @@
 //! A VM as Proxmox VE starts it, whose only QMP socket is its manager's: Ebb takes and gives on
 //! it, and no command of the manager fails or waits long.
 
-use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
 
-use ebb_core::units::Bytes;
 use ebb_host::qmp::{Client, QmpError};
-use ebb_host::qmp_balloon::{self, INTERVAL};
+use ebb_host::qmp_balloon;
+use ebb_host::qmp_balloon::INTERVAL;
 use ebb_lab::Background;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::Daemon;
-use ebb_lab::vm::Vm;
-use rustix::process::Signal;
-use serde_json::{Value, json};
 
-use crate::{MINUTE, decided_by, ebb_says, of, signal, stock, watch};
+use super::*;
 
 const RAM: Bytes = Bytes::mib(512);
 const SQUEEZED: Bytes = Bytes::mib(300);

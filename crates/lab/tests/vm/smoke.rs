@@ -4,20 +4,15 @@
 //! Needs `cargo lab setup`; the arena's tests need root and say so if it is missing.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Child;
 
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{self, Arena, ArenaConfig, Beside, Places, SwapConfig, SwapKind};
-use ebb_lab::image::Kernel;
+use ebb_lab::arena;
+use ebb_lab::arena::Places;
 use ebb_lab::sampler::Sampler;
-use ebb_lab::vm::{Accel, Backing, Balloon, Vm, VmConfig, VmError};
+use ebb_lab::vm::{Accel, VmError};
 
-use crate::{MINUTE, wait_until};
+use super::*;
 
 const KSM_SLEEP: &str = "/sys/kernel/mm/ksm/sleep_millisecs";
 

@@ -8,3 +8,5 @@ mod place;
 mod proc_faults;
 mod random;
 mod sequences;
+
+use super::*;

@@ -3,19 +3,12 @@
 //!
 //! What a guest has is asked of QEMU by the lab, on a socket of its own.
 
-use std::path::Path;
-
-use ebb_core::units::Bytes;
 use ebb_host::daemon_client;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::guest_stack;
-use ebb_lab::image::{Image, Kernel};
 use ebb_lab::systemd::Systemd;
-use ebb_lab::vm::{Accel, Vm, VmConfig};
-use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use ebb_lab::vm::Accel;
+use rustix::process::{Pid, kill_process};
 
-use crate::{MERGING, NOBODY, agent_for_all, recycled, stock, touch_and_free};
+use super::*;
 
 const RAM: Bytes = Bytes::mib(512);
 /// What is left to a guest whose idle memory was taken, at most.

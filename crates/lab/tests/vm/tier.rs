@@ -1,20 +1,10 @@
 //! Tier guest from end to end, as a user has it: `ebb run` finds the agent in QEMU
 //! and through it the module in the guest, and gives back what the guest frees.
 
-use std::time::{Duration, Instant};
-
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::Daemon;
 use ebb_lab::experiment::stage::write_noise;
-use ebb_lab::guest_stack;
-use ebb_lab::image::Kernel;
-use ebb_lab::vm::Vm;
 use ebb_lab::wall_ms;
-use rustix::process::Signal;
-use serde_json::Value;
 
-use crate::{MINUTE, ebb_says, stock, unique};
+use super::*;
 
 struct Place {
     arena: Arena,

@@ -2,18 +2,10 @@
 //! unprivileged user in QEMU's sandbox, as libvirt runs it. In each the daemon
 //! finds the agent, recycles for a few seconds under `verify`, and nothing is lost.
 
-use std::path::Path;
-use std::time::{Duration, Instant};
+use ebb_lab::ebb;
+use ebb_lab::vm::Accel;
 
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::{self, Daemon};
-use ebb_lab::guest_stack;
-use ebb_lab::image::{Image, Kernel};
-use ebb_lab::vm::{Accel, Balloon, Vm, VmConfig};
-use serde_json::Value;
-
-use crate::{MERGING, MINUTE, NOBODY, agent_for_all, recycled, touch_and_free};
+use super::*;
 
 const SCHED_BATCH: i32 = 3;
 /// What libvirt gives a QEMU that can.

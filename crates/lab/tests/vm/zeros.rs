@@ -1,21 +1,10 @@
 //! Pages of zeros of real VMs are freed without their help: the host has the memory,
 //! the guest has every page as it was, and pages that are no zeros stay where they are.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::time::Instant;
-
-use ebb_core::units::{Bytes, PAGE};
+use ebb_core::units::PAGE;
 use ebb_host::probe::regions::{Region, guest_ram, read_smaps};
-use ebb_host::root::Root;
-use ebb_lab::arena::{Arena, ArenaConfig, Beside, SwapConfig, SwapKind};
-use ebb_lab::ebb::{Daemon, run_in};
-use ebb_lab::guest_stack;
-use ebb_lab::vm::Vm;
-use serde_json::Value;
 
-use crate::{MINUTE, all_is_there, ebb_says, replays, stock};
+use super::*;
 
 const RAM: Bytes = Bytes::mib(384);
 /// Nine of ten clusters of 16 KiB are zeros, and all of it is held.

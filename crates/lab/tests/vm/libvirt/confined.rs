@@ -1,11 +1,9 @@
 //! Tier guest in a domain as Debian's libvirt starts it: QEMU as `libvirt-qemu`, with a mount
 //! namespace of its own and seccomp's sandbox. AppArmor is not part of it.
 
-use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::libvirt::{Kind, Libvirtd};
 
-use super::{BALLOON, HOG, PATIENCE, RAM, start, wait_vm, wait_whole};
-use crate::MINUTE;
+use super::*;
 
 #[test]
 fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {

@@ -1,15 +1,9 @@
 //! A domain whose libvirt is in a container: mount and pid namespaces of their own, as KubeVirt's
 //! pods have them. Ebb runs outside.
 
-use std::time::Duration;
-
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Kind, Libvirtd};
 
-use super::{boot, size, wait_up, wait_vm, wait_whole};
-use crate::{of, watch};
+use super::*;
 
 #[test]
 fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {

@@ -1,19 +1,8 @@
 //! Domains that change their name, their process or their host while Ebb has memory of theirs.
 
-use std::fs;
-use std::process::Command;
-use std::time::Duration;
-
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
-use ebb_lab::ebb::Daemon;
 use ebb_lab::libvirt::{Domain, Libvirtd};
-use serde_json::Value;
 
-use super::{
-    BALLOON, PATIENCE, RAM, boot, size, start, wait_gone, wait_size, wait_up, wait_vm, wait_whole,
-    watched,
-};
+use super::*;
 
 const SMALL: Bytes = Bytes::mib(300);
 const VERIFY: &str = "size=104857600 seconds=100000 seed=5";

@@ -1,18 +1,12 @@
 //! A domain of a user's session: libvirtd and QEMU run as an ordinary user, Ebb as root.
 
-use std::fs;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 
 use ebb_core::config::NAMESPACE;
-use ebb_core::units::Bytes;
-use ebb_lab::arena::{Arena, Beside};
 use ebb_lab::libvirt::{Kind, Libvirtd, USER};
-use serde_json::Value;
 
-use super::{
-    BALLOON, PATIENCE, RAM, asks_for_statistics, squeeze_balloon, start_with, wait_up, wait_whole,
-};
+use super::*;
 
 #[test]
 fn vm_a_domain_of_a_users_session_is_ballooned_and_sets_nothing() {

@@ -2,7 +2,6 @@
 //! recycles and the guest checks its memory.
 
 use ebb_core::wire::Command as Order;
-use ebb_lab::ebb::Daemon;
 
 use super::*;
 

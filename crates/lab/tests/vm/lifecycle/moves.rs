@@ -2,9 +2,6 @@
 //! QEMUs, snapshots (`snapshot-save`, what `savevm` does, into a qcow2 image that
 //! QEMU itself makes), hibernation.
 
-use ebb_lab::ebb::Daemon;
-use serde_json::Value;
-
 use super::life::recycled;
 use super::*;
 

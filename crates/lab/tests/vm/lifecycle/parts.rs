@@ -5,10 +5,7 @@
 use std::ops::Range;
 
 use ebb_host::probe::regions::read_smaps;
-use ebb_host::root::Root;
 use ebb_lab::agent_requests;
-use ebb_lab::ebb::Daemon;
-use serde_json::Value;
 
 use super::moves::{add_image, job};
 use super::*;

@@ -2,11 +2,8 @@
 //! frees of merged memory, breaks merges, and that takes memory there.
 
 use ebb_lab::arena::MemoryCgroup;
-use ebb_lab::poll;
-use ebb_lab::vm::Balloon;
 
 use super::*;
-use crate::of;
 
 const NAMES: [&str; 2] = ["full-1", "full-2"];
 const RESERVE: &str = "reserve = \"16MiB\"\n";

@@ -1,8 +1,6 @@
 //! Huge pages and merging: khugepaged copies merged pages into huge ones, which undoes
 //! their merges, unless it is held.
 
-use std::fs;
-
 use super::*;
 
 const KHUGEPAGED: &str = "/sys/kernel/mm/transparent_hugepage/khugepaged";

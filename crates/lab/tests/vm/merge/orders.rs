@@ -1,13 +1,10 @@
 //! What an operator orders, and who else sets KSM: out and in again, all broken, released
 //! after a crash, and taken over from the `ksmtuned` that distributions have.
 
-use std::process::Command;
-
 use ebb_core::sample::KsmStat;
 use ebb_host::probe::ksm::{read_ksm, read_ksm_stat};
 use ebb_lab::baselines::Ksmtuned;
 use ebb_lab::ebb::binary;
-use ebb_lab::poll;
 
 use super::*;
 

@@ -1,8 +1,6 @@
 //! Merging as it is by default while the host is not short: in pulses, within less than a
 //! hundredth of a core, and to its end all the same.
 
-use std::time::Instant;
-
 use ebb_host::probe::ksm::ksmd;
 use ebb_host::probe::process::read_run_time;
 

@@ -1,12 +1,6 @@
 //! What the host sees: it finds and believes the header, is hardly a burden to an idle guest,
 //! and knows a dead one.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-
-use ebb_lab::vm::Backing;
-
 use super::*;
 
 /// The host's side of the header: guest RAM is a file, guest-physical addresses

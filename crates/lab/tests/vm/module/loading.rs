@@ -1,8 +1,6 @@
 //! Loading and unloading: by insmod alone and without a trace, refused where a kernel cannot
 //! be trusted, and kept where the hooks do not go.
 
-use std::path::Path;
-
 use super::*;
 
 #[test]

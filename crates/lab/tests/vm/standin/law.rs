@@ -5,16 +5,14 @@
 //! exactly that size. The truth is the stand-in's, the file's is what is on disk.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use ebb_core::state::OwnedVm;
-use ebb_core::units::Bytes;
 use ebb_lab::Background;
 
 use super::place::{MIB, Order, Peer, Place, Standin, Truth, parse_owned};
+use super::*;
 
 /// Between two looks.
 const ROUND: Duration = Duration::from_millis(3);

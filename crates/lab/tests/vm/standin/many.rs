@@ -1,17 +1,13 @@
 //! As many VMs as a large host has, with the limits that a service has by default.
 
 use std::collections::HashMap;
-use std::time::Instant;
 
 use ebb_core::state::OwnedVm;
-use ebb_lab::arena::{Arena, ArenaConfig};
-use ebb_lab::ebb::Daemon;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use serde_json::Value;
 
 use super::law::breach;
 use super::place::*;
-use crate::wait_until;
+use super::*;
 
 /// Programs that call `select` can have no more, so this is what a process starts with.
 const SOFT: u64 = 1024;

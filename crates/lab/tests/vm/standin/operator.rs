@@ -1,18 +1,14 @@
 //! What an operator does to a daemon that has taken memory: stops, reloads, upgrades, kills it,
 //! removes its files, starts another one beside it, sets sizes while there is none.
 
-use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::{Command, Stdio};
 
-use ebb_lab::ebb::{self, Daemon};
-use rustix::process::Signal;
-use serde_json::{Value, json};
+use ebb_lab::ebb;
 
 use super::law::Watch;
 use super::place::*;
 use super::sequences::end_whole;
-use crate::{said, wait_until};
+use super::*;
 
 fn executable(path: &std::path::Path, text: &str) {
     // Beside it, and renamed: a program that runs cannot be written.

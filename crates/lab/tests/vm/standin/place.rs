@@ -2,18 +2,14 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::process::Child;
 
 use ebb_core::config::Config;
 use ebb_core::state::{Owned, OwnedVm};
-use ebb_lab::ebb::Daemon;
-use ebb_lab::{Sought, poll};
+use ebb_lab::Sought;
 use serde::Deserialize;
-use serde_json::{Value, json};
 
-use crate::{of, wait_until};
+use super::*;
 
 pub const MIB: u64 = 1 << 20;
 /// What each stand-in has.

@@ -4,9 +4,7 @@
 //! The loop and the host are the shipped ones; what writes the state file is this test.
 //! What is done is the seed's: `EBB_SEED=7 EBB_STEPS=2000`.
 
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
 use ebb_core::config::Config;
 use ebb_core::plan::{Action, Outcome, Reclaim};
@@ -16,13 +14,12 @@ use ebb_core::tick::{Engine, Host, Next, Wake};
 use ebb_core::units::Stamp;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::trust::TrustRules;
-use ebb_host::root::Root;
 use fastrand::Rng;
 use rustix::io::Errno;
-use serde_json::json;
 
 use super::law::Watch;
 use super::place::*;
+use super::*;
 
 /// Between two ticks.
 const TICK: Duration = Duration::from_millis(40);

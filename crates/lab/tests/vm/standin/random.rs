@@ -2,16 +2,12 @@
 //!
 //! What is done is the seed's, when it is done the machine's as well: `EBB_SEED=7 EBB_STEPS=300`.
 
-use std::time::{Duration, Instant};
-
-use ebb_lab::ebb::Daemon;
 use fastrand::Rng;
-use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
-use serde_json::{Value, json};
+use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 
 use super::law::Watch;
 use super::place::*;
-use crate::wait_until;
+use super::*;
 
 /// What each needs that is left in peace.
 const LITTLE: u64 = 64 * MIB;

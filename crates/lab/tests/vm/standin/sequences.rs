@@ -1,11 +1,8 @@
 //! One fault at a time.
 
-use ebb_lab::ebb::Daemon;
-use serde_json::{Value, json};
-
 use super::law::Watch;
 use super::place::*;
-use crate::wait_until;
+use super::*;
 
 /// Fewer ticks than an operator is left alone for, more than Ebb needs to do anything.
 const WHILE: u64 = 25;
