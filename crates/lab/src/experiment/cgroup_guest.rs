@@ -16,6 +16,7 @@ use crate::agent_requests::Requests as _;
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
 use crate::guest_stack;
+use crate::image::Kernel;
 use crate::result::ExperimentResult;
 use crate::vm::{Backing, Vm, VmConfig};
 
@@ -75,16 +76,36 @@ impl<'a> Bench<'a> {
         Ok(Bench { trial, outcome, arena })
     }
 
-    /// Boots a guest; `tier` puts agent and module there, the module not yet loaded.
+    /// See [`Place::boot`].
     pub fn boot(
         &self,
         memory: RamKind,
         tier: bool,
         change: impl FnOnce(&mut VmConfig),
     ) -> Result<Place> {
-        let kernel = self.trial.kernel;
+        Place::boot(&self.arena, self.trial.kernel, (memory, tier), change)
+    }
+}
+
+/// A guest, and what the host holds of it.
+pub struct Place {
+    pub vm: Vm,
+    pub cgroup: MemoryCgroup,
+    agent: Option<Agent>,
+    socket: Option<std::path::PathBuf>,
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    /// Boots a guest; `tier` puts agent and module there, the module not yet loaded.
+    pub fn boot(
+        arena: &Arena,
+        kernel: Kernel,
+        (memory, tier): (RamKind, bool),
+        change: impl FnOnce(&mut VmConfig),
+    ) -> Result<Place> {
         let dir = tempfile::tempdir()?;
-        let cgroup = self.arena.cgroup().context("the arena has no cgroup")?.clone();
+        let cgroup = arena.cgroup().context("the arena has no cgroup")?.clone();
         // Daemons find VMs by name, and another run may go on beside this one.
         let name = format!("trial-{}", std::process::id());
         let mut config = VmConfig::new(name, Bytes::gib(1));
@@ -99,18 +120,7 @@ impl<'a> Bench<'a> {
         let vm = Vm::start(&config)?;
         Ok(Place { vm, cgroup, agent: None, socket, dir })
     }
-}
 
-/// A guest, and what the host holds of it.
-pub struct Place {
-    pub vm: Vm,
-    pub cgroup: MemoryCgroup,
-    agent: Option<Agent>,
-    socket: Option<std::path::PathBuf>,
-    dir: tempfile::TempDir,
-}
-
-impl Place {
     /// What the host holds of it: guest RAM, page tables, QEMU itself.
     pub fn usage(&self) -> Bytes {
         self.cgroup.usage()
@@ -140,7 +150,7 @@ impl Place {
         Ok(())
     }
 
-    fn agent(&mut self) -> Result<&mut Agent> {
+    pub fn agent(&mut self) -> Result<&mut Agent> {
         self.agent.as_mut().context("no agent is attached")
     }
 

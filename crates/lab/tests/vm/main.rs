@@ -1,5 +1,6 @@
 //! Ebb, its agent and its module on real VMs, and the lab that boots them. Each file is about
-//! one part; each test holds the arena, and says beside whom it may run.
+//! one part, and takes from here what most of them use; each test holds the arena, and says
+//! beside whom it may run.
 
 mod ebb;
 mod libvirt;

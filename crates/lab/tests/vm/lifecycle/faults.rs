@@ -1,7 +1,7 @@
 //! Steps of the defence left out, one after the other: each time something is
 //! lost that is not lost with the step in place (`resets`, `soak`).
 //!
-//! Protection and second reading are left out in `vm_recycle`.
+//! Protection and second reading are left out in `recycle`.
 
 use super::moves::{add_image, job};
 use super::resets::{Boot, Reset, brief, verify_boot};

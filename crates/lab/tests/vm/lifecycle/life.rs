@@ -60,6 +60,25 @@ fn vm_an_agent_stood_down_or_left_in_the_middle_loses_nothing() {
     }
 }
 
+#[test]
+fn vm_a_daemon_that_goes_leaves_nothing_behind() {
+    let _arena = held();
+    let guest = Guest::boot(Kernel::V6_1, |_| ());
+    guest.insmod();
+    for _ in 0..3 {
+        let mut agent = attached(&guest.vm, &guest.socket);
+        agent.wait_ready(MINUTE).unwrap();
+        agent.recycle(Recycle::default(), SOON).unwrap();
+        let mut second = Agent::connect(&guest.socket).unwrap();
+        assert!(second.hello(SOON).is_err());
+        // Gone without a word; the next one begins anew.
+        drop((agent, second));
+        let next = || Agent::connect(&guest.socket).ok()?.status(false, SOON).ok();
+        assert_eq!(poll(SOON, next).map(|status| status.state), Some(AgentState::Idle));
+    }
+    guest.vm.request("ping", SOON).unwrap();
+}
+
 /// Has a daemon ask for all memory, again and again, until the end of a test.
 fn asking(daemon: Daemon) -> Background<Daemon> {
     Background::start(move |quit| {
@@ -72,9 +91,9 @@ fn asking(daemon: Daemon) -> Background<Daemon> {
 }
 
 /// What the daemon has had this VM give back, once it uses the guest's map.
-pub fn recycled(state: &serde_json::Value, vm: &str) -> Option<u64> {
-    let vm = state["vms"].as_array()?.iter().find(|v| v["name"] == vm)?;
-    (vm["tier"] == "guest").then(|| vm["agent"]["counters"]["recycled"].as_u64()).flatten()
+pub fn recycled(state: &Value, name: &str) -> Option<u64> {
+    let vm = of(state, name);
+    (vm["tier"] == "guest").then(|| crate::recycled(vm))
 }
 
 #[test]
@@ -91,7 +110,7 @@ fn vm_a_daemon_killed_and_started_again_during_recycling_loses_nothing() {
             let mut asking = asking(daemon);
             guest.verify_on(2_000);
             let daemon = asking.end();
-            let much = |s: &serde_json::Value| {
+            let much = |s: &Value| {
                 daemon.reclaim().unwrap();
                 recycled(s, "killed").filter(|r| *r > 4 << 20)
             };
