@@ -176,7 +176,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
 }
 
 /// A number of a unit as people read it.
-fn human(value: f64, unit: &str) -> String {
+pub fn human(value: f64, unit: &str) -> String {
     match unit {
         "bytes_per_second" if value >= 1e9 => format!("{:.2} GB/s", value / 1e9),
         "bytes_per_second" => format!("{:.1} MB/s", value / 1e6),

@@ -17,40 +17,35 @@
 //! round, so that what else happens on the machine meets all of them; a `_ratio` is by
 //! the first arm in the same run, the median of all.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
-use ebb_core::sample::Vmstat;
 use ebb_core::units::Bytes;
-use ebb_host::probe::vmstat::read_vmstat;
-use ebb_host::root::Root;
 
-use super::record;
-use super::stage::{Fleet, Stage, names};
-use super::trial::in_turns;
+use super::record::{self, RecordedTick};
+use super::stage::{Fleet, Stage, Watched, names};
+use super::trial::{Figures, Output, in_turns};
 use crate::arena::{ArenaConfig, SwapKind};
 use crate::ebb::Daemon;
-use crate::image::Kernel;
 use crate::result::ExperimentResult;
-use crate::sampler::{Sampler, Series};
 use crate::vm::{Vm, cpu_s};
-use crate::wall_ms;
 
 pub const ARMS: [&str; 4] = ["plain", "reporting", "ebb-stock", "ebb-guest"];
 /// The host is under pressure when less than this share of the budget is left.
 /// A fixed mark, whatever a controller's own marks are.
 const PRESSURE: f64 = 0.15;
+/// What each VM holds all the time.
+const BASE: Bytes = Bytes::mib(32);
 /// Longest that one sort or read may take.
 const STEP: Duration = Duration::from_secs(300);
 
 /// Sizes and times of a run.
 #[derive(Clone, Debug, Args)]
 pub struct Autoballoon {
-    /// Figures as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    output: Output,
     /// Arms, in this order within each run
     #[arg(long, value_delimiter = ',', value_parser = ARMS,
         default_value = "plain,reporting,ebb-stock")]
@@ -70,9 +65,6 @@ pub struct Autoballoon {
     /// Swap to zram where there is some, not to a file as the original did
     #[arg(long)]
     zram: bool,
-    /// What each VM holds all the time
-    #[arg(long, default_value = "32MiB")]
-    base: Bytes,
     /// What a sort of the last turn sorts; it needs twice as much. Turns before: in
     /// proportion to their number
     #[arg(long, default_value = "96MiB")]
@@ -90,42 +82,10 @@ pub struct Autoballoon {
     /// VMs that sort at the same time
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
     busy: u32,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    kernel: Kernel,
     /// Keep each run's record of Ebb in this directory
     #[arg(long, value_name = "DIR")]
     records: Option<PathBuf>,
 }
-
-/// What one run of one arm came to.
-#[derive(Clone, Debug, Default)]
-struct RunResult {
-    swap_in: f64,
-    swap_out: f64,
-    /// Integers sorted per second of sorting.
-    throughput: f64,
-    throughput_cpu: f64,
-    run_time: f64,
-    resident_mean: f64,
-    /// Turns of direction of all sizes, per VM and minute.
-    reversals: Option<f64>,
-    /// From pressure to the first order to shrink, seconds.
-    first_reaction: Option<f64>,
-}
-
-/// Each metric: its name, unit and where it is.
-type Metric = (&'static str, &'static str, fn(&RunResult) -> Option<f64>);
-const METRICS: [Metric; 8] = [
-    ("swap_in_pages", "count", |r| Some(r.swap_in)),
-    ("swap_out_pages", "count", |r| Some(r.swap_out)),
-    ("throughput", "per_second", |r| Some(r.throughput)),
-    ("throughput_cpu", "per_second", |r| Some(r.throughput_cpu)),
-    ("run_time", "seconds", |r| Some(r.run_time)),
-    ("resident_mean", "bytes", |r| Some(r.resident_mean)),
-    ("reversals", "per_minute", |r| r.reversals),
-    ("first_reaction", "seconds", |r| r.first_reaction),
-];
 
 /// Those that are compared run by run.
 const RATIOS: [&str; 5] =
@@ -146,57 +106,39 @@ impl Autoballoon {
             self.cache,
             self.turns
         );
-        let mut outcome = ExperimentResult::of("autoballoon", self.kernel)?;
-        let results = in_turns(&self.arms, self.runs, |arm| self.one(arm), line)?;
-        for (arm, results) in self.arms.iter().zip(&results) {
-            for (metric, unit, value) in METRICS {
-                let values: Vec<f64> = results.iter().filter_map(value).collect();
-                outcome.add(arm, metric, unit, &values);
-            }
-        }
-        summary(&outcome, &self.arms);
-        for (arm, of_arm) in self.arms.iter().zip(&results).skip(1) {
-            println!();
-            for (metric, ratios) in ratios(of_arm, &results[0]) {
-                outcome.add_median(arm, &metric, "fraction", &ratios);
-                let all: Vec<String> = ratios.iter().map(|r| format!("{r:.3}")).collect();
-                let median = outcome.value(arm, &metric).unwrap_or_default();
-                println!("{arm} {metric}: {median:.3} of {}", all.join(" "));
-            }
-        }
-        Ok(outcome.keep(self.json.as_deref())?)
+        self.output.of("autoballoon", |outcome| {
+            let turns = in_turns(&self.arms, self.runs, |arm| self.one(arm))?;
+            turns.add(outcome, ExperimentResult::add, str::to_string);
+            turns.add_ratios(outcome, &self.arms[0], &RATIOS, str::to_string);
+            Ok(())
+        })
     }
 
-    fn one(&self, arm: &str) -> Result<RunResult> {
+    fn one(&self, arm: &str) -> Result<Figures> {
         let kind = if self.zram { SwapKind::Any } else { SwapKind::File };
         let config = ArenaConfig::limited(self.budget, Bytes::gib(1), kind);
         let stage = Stage::enter(&config, Some(self.cache))?;
         let vms = self.boot(&stage, arm)?;
         let daemon = stage.daemon(arm, &names(&vms), "")?;
-        let sampler = Sampler::start(20, stage.arena.cgroup().cloned());
-        let began_ms = wall_ms();
-        let (before, cpu_before) = (swapped()?, cpu(&vms)?);
-        let worked = Work::new(self, &vms).run()?;
-        let (after, cpu_after) = (swapped()?, cpu(&vms)?);
-        let series = sampler.stop();
+        let (worked, watched) = stage.watch(|| Work::new(self, &vms).run())?;
         daemon.map(Daemon::end_well).transpose()?;
-        let mut result = RunResult {
-            swap_in: after.swap_in_pages.saturating_sub(before.swap_in_pages) as f64,
-            swap_out: after.swap_out_pages.saturating_sub(before.swap_out_pages) as f64,
-            throughput: worked.sorted as f64 / worked.busy.as_secs_f64(),
-            throughput_cpu: worked.sorted as f64 / (cpu_after - cpu_before),
-            run_time: worked.time.as_secs_f64(),
-            resident_mean: series.stat(|p| p.cgroup.0 as f64).mean,
-            ..RunResult::default()
-        };
-        warn_of_others(&series);
+        let mut figures = watched.swapped();
+        figures.extend([
+            ("throughput", "per_second", worked.sorted as f64 / worked.busy.as_secs_f64()),
+            ("throughput_cpu", "per_second", worked.sorted as f64 / worked.cpu_s),
+            ("run_time", "seconds", worked.time.as_secs_f64()),
+            ("resident_mean", "bytes", watched.series.stat(|p| p.cgroup.0 as f64).mean),
+        ]);
         if arm.starts_with("ebb") {
             if let Some(kept) = &self.records {
-                record::keep(stage.dir(), kept, &format!("{arm}-{began_ms}"))?;
+                record::keep(stage.dir(), kept, &format!("{arm}-{}", watched.began_ms))?;
             }
-            self.reaction(&mut result, &series, began_ms, &stage.dir().join("record.jsonl"))?;
+            let ticks = watched.ticks(&stage)?;
+            figures.push(("reversals", "per_minute", watched.reversals(&ticks, self.vms)));
+            let reaction = self.first_reaction(&watched, &ticks);
+            figures.extend(reaction.map(|seconds| ("first_reaction", "seconds", seconds)));
         }
-        Ok(result)
+        Ok(figures)
     }
 
     /// How many integers of four bytes a sort of this turn (from 0) sorts.
@@ -210,42 +152,22 @@ impl Autoballoon {
     }
 
     fn boot(&self, stage: &Stage, arm: &str) -> Result<Vec<Vm>> {
-        let (vms, memory, kernel) = (self.vms, self.memory, self.kernel);
+        let (vms, memory, kernel) = (self.vms, self.memory, self.output.kernel);
         let vms = Fleet { name: "auto", arm, vms, memory, kernel }.boot(stage)?;
         for vm in &vms {
-            let hold = format!("size={}", self.base.0);
+            let hold = format!("size={}", BASE.0);
             vm.ask(|tool| tool.start_ready("base", "hold", &hold, STEP))?;
         }
         Ok(vms)
     }
 
-    /// What the record and the cgroup's use say of the controller.
-    fn reaction(
-        &self,
-        r: &mut RunResult,
-        series: &Series,
-        began_ms: u64,
-        path: &Path,
-    ) -> Result<()> {
-        let ticks: Vec<record::RecordedTick> = record::read(path)?;
-        let end_ms = began_ms + (r.run_time * 1000.0) as u64;
-        // Stopping gives everything back: that is no turn of the controller's.
-        let during: Vec<record::RecordedTick> =
-            ticks.into_iter().filter(|t| (began_ms..=end_ms).contains(&t.wall_ms)).collect();
-        let minutes = r.run_time / 60.0;
-        r.reversals = Some(record::reversals(&during) as f64 / minutes / f64::from(self.vms));
+    /// From pressure, by what the cgroup used, to the first order to shrink, seconds.
+    fn first_reaction(&self, watched: &Watched, ticks: &[RecordedTick]) -> Option<f64> {
         let full = self.budget - self.budget.share(PRESSURE);
-        if let Some(at) = series.first(Duration::ZERO, |p| p.cgroup > full) {
-            let since = began_ms + at.as_millis() as u64;
-            r.first_reaction = record::first_take(&during, since).map(|ms| ms as f64 / 1000.0);
-        }
-        Ok(())
+        let at = watched.series.first(Duration::ZERO, |p| p.cgroup > full)?;
+        let since = watched.began_ms + at.as_millis() as u64;
+        record::first_take(ticks, since).map(|ms| ms as f64 / 1000.0)
     }
-}
-
-/// What the machine has swapped since it started.
-pub(super) fn swapped() -> Result<Vmstat> {
-    read_vmstat(&Root::default())?.context("no /proc/vmstat")
 }
 
 /// CPU time of all QEMUs so far, seconds.
@@ -253,71 +175,13 @@ fn cpu(vms: &[Vm]) -> Result<f64> {
     vms.iter().map(|vm| cpu_s(vm.pid())).sum()
 }
 
-/// Swap is counted for the whole machine: say so if not only the VMs use it.
-pub(super) fn warn_of_others(series: &Series) {
-    let other = series.stat(|p| (p.swap - p.cgroup_swap).0 as f64).max;
-    if other > (32 << 20) as f64 {
-        println!("  others on this machine swapped too, up to {}", Bytes(other as u64));
-    }
-}
-
-fn line(r: &RunResult) -> String {
-    let optional = |v: Option<f64>| v.map_or("-".into(), |v| format!("{v:.2}"));
-    format!(
-        "in {:>8} out {:>8} pages  {:>5.2} M/s ({:.2} a CPU second) {:>6.1} s  reversals {}/min  first reaction {} s",
-        r.swap_in,
-        r.swap_out,
-        r.throughput / 1e6,
-        r.throughput_cpu / 1e6,
-        r.run_time,
-        optional(r.reversals),
-        optional(r.first_reaction)
-    )
-}
-
-/// Means of all runs, and each arm against the first.
-fn summary(outcome: &ExperimentResult, arms: &[String]) {
-    let value = |arm: &str, metric: &str| {
-        outcome.results.iter().find(|r| r.arm == arm && r.metric == metric)
-    };
-    print!("\n{:<18}", "");
-    arms.iter().for_each(|a| print!("{a:>24}"));
-    println!();
-    for (metric, ..) in METRICS {
-        print!("{metric:<18}");
-        for (n, arm) in arms.iter().enumerate() {
-            let Some(row) = value(arm, metric) else {
-                print!("{:>24}", "-");
-                continue;
-            };
-            let first = value(&arms[0], metric).map_or(0.0, |r| r.value);
-            let change = if n > 0 && first > 0.0 {
-                format!("{:+.1} %", 100.0 * (row.value / first - 1.0))
-            } else {
-                String::new()
-            };
-            print!("{:>14.2} {change:>9}", row.value);
-        }
-        println!();
-    }
-}
-
-/// What is the better or the worse for a controller, run by run beside the first arm.
-fn ratios(arm: &[RunResult], first: &[RunResult]) -> Vec<(String, Vec<f64>)> {
-    let compared = METRICS.iter().filter(|(name, ..)| RATIOS.contains(name));
-    let each = |(name, _, value): &Metric| {
-        let both = arm.iter().zip(first).filter_map(|(a, b)| value(a).zip(value(b)));
-        let ratios = both.filter(|(_, b)| *b > 0.0).map(|(a, b)| a / b).collect();
-        (format!("{name}_ratio"), ratios)
-    };
-    compared.map(each).collect()
-}
-
 #[derive(Default)]
 struct Done {
     sorted: u64,
     busy: Duration,
     time: Duration,
+    /// Of all QEMUs.
+    cpu_s: f64,
 }
 
 /// What a VM does now.
@@ -343,7 +207,7 @@ impl<'a> Work<'a> {
     }
 
     fn run(mut self) -> Result<Done> {
-        let began = Instant::now();
+        let (began, cpu_before) = (Instant::now(), cpu(self.vms)?);
         while self.steps.iter().any(|s| *s != (Step::Waiting, self.plan.turns)) {
             for n in 0..self.vms.len() {
                 self.go_on(n)?;
@@ -353,7 +217,7 @@ impl<'a> Work<'a> {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        self.done.time = began.elapsed();
+        (self.done.time, self.done.cpu_s) = (began.elapsed(), cpu(self.vms)? - cpu_before);
         Ok(self.done)
     }
 
@@ -422,15 +286,6 @@ fn next_turn(steps: &[(Step, u32)], most_busy: usize, turns: u32) -> Option<usiz
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ratios_are_of_the_same_run() {
-        let run = |throughput, swap_in| RunResult { throughput, swap_in, ..RunResult::default() };
-        let all = ratios(&[run(2.0, 1.0), run(9.0, 1.0)], &[run(1.0, 0.0), run(3.0, 2.0)]);
-        let of = |name: &str| all.iter().find(|(n, _)| n == name).unwrap().1.clone();
-        assert_eq!(of("throughput_ratio"), [2.0, 3.0]);
-        assert_eq!(of("swap_in_pages_ratio"), [0.5], "nothing to compare with");
-    }
 
     #[test]
     fn turns_go_round_and_no_more_are_busy_than_asked() {

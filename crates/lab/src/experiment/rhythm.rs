@@ -12,26 +12,20 @@
 //! turns within each run, every other run the other way round. What counts is how long a
 //! guest took to touch its job's memory, and what the host swapped.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use ebb_core::units::Bytes;
 
-use super::autoballoon::{swapped, warn_of_others};
 use super::cycles::{Cycle, Cycles, Guest};
-use super::record;
 use super::stage::{Fleet, Stage, names};
-use super::trial::in_turns;
+use super::trial::{Figures, Output, in_turns};
 use crate::arena::{ArenaConfig, SwapKind};
 use crate::baselines::Rival;
 use crate::ebb::Daemon;
-use crate::image::Kernel;
 use crate::result::{ExperimentResult, median};
-use crate::sampler::Sampler;
 use crate::vm::Vm;
-use crate::wall_ms;
 
 pub const ARMS: [&str; 5] = ["plain", "reporting", "mom", "ebb-stock", "ebb-guest"];
 
@@ -95,9 +89,8 @@ impl Shape {
 /// What is to be run.
 #[derive(Clone, Debug, Args)]
 pub struct Rhythm {
-    /// Figures as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    output: Output,
     /// Which guests are busy when
     #[arg(long, value_enum, value_delimiter = ',', default_value = "together,swing")]
     shapes: Vec<Shape>,
@@ -110,57 +103,14 @@ pub struct Rhythm {
     /// Measured seconds of each
     #[arg(long, default_value_t = 90)]
     seconds: u64,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    kernel: Kernel,
-    /// Keep each run's record of Ebb in this directory
-    #[arg(long, value_name = "DIR")]
-    records: Option<PathBuf>,
 }
-
-/// What one run of one arm came to.
-#[derive(Clone, Debug, Default)]
-struct RunResult {
-    swap_in: f64,
-    swap_out: f64,
-    /// How long each job took to touch its memory, seconds.
-    touches: Vec<f64>,
-    held_mean: f64,
-    /// Turns of direction of all sizes, per VM and minute.
-    reversals: Option<f64>,
-}
-
-impl RunResult {
-    fn median_touch(&self) -> Option<f64> {
-        median(&self.touches)
-    }
-
-    fn worst_touch(&self) -> Option<f64> {
-        self.touches.iter().copied().max_by(f64::total_cmp)
-    }
-}
-
-/// Each metric: its name, unit and where it is.
-type Metric = (&'static str, &'static str, fn(&RunResult) -> Option<f64>);
-const METRICS: [Metric; 7] = [
-    ("swap_in_pages", "count", |r| Some(r.swap_in)),
-    ("swap_out_pages", "count", |r| Some(r.swap_out)),
-    ("jobs", "count", |r| Some(r.touches.len() as f64)),
-    ("touch_median", "seconds", RunResult::median_touch),
-    ("touch_worst", "seconds", RunResult::worst_touch),
-    ("held_mean", "bytes", |r| Some(r.held_mean)),
-    ("reversals", "per_minute", |r| r.reversals),
-];
 
 impl Rhythm {
     /// Runs every arm of every shape as often as asked, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
-        let mut outcome = ExperimentResult::of("rhythm", self.kernel)?;
-        for shape in &self.shapes {
-            self.shape(&shape.setup(), &mut outcome)?;
-        }
-        print!("\n{}", outcome.table());
-        Ok(outcome.keep(self.json.as_deref())?)
+        self.output.of("rhythm", |outcome| {
+            self.shapes.iter().try_for_each(|shape| self.shape(&shape.setup(), outcome))
+        })
     }
 
     fn shape(&self, setup: &Setup, outcome: &mut ExperimentResult) -> Result<()> {
@@ -174,50 +124,35 @@ impl Rhythm {
             setup.cycle.period.as_secs(),
             setup.cycle.hold.as_secs()
         );
-        let results = in_turns(&self.arms, self.runs, |arm| self.one(setup, arm), line)?;
-        for (arm, results) in self.arms.iter().zip(&results) {
-            for (metric, unit, value) in METRICS {
-                let values: Vec<f64> = results.iter().filter_map(value).collect();
-                outcome.add_median(arm, &format!("{}_{metric}", setup.name), unit, &values);
-            }
-        }
+        let turns = in_turns(&self.arms, self.runs, |arm| self.one(setup, arm))?;
+        let name = |metric: &str| format!("{}_{metric}", setup.name);
+        turns.add(outcome, ExperimentResult::add_median, name);
         Ok(())
     }
 
-    fn one(&self, setup: &Setup, arm: &str) -> Result<RunResult> {
+    fn one(&self, setup: &Setup, arm: &str) -> Result<Figures> {
         let config = ArenaConfig::limited(setup.budget, Bytes::gib(2), SwapKind::File);
         let cache = setup.cycle.cache.max(Bytes::mib(1));
         let stage = Stage::enter(&config, Some(cache))?;
-        let (name, memory, kernel) = (setup.name, setup.memory, self.kernel);
+        let (name, memory, kernel) = (setup.name, setup.memory, self.output.kernel);
         let vms = Fleet { name, arm, vms: setup.vms, memory, kernel }.boot(&stage)?;
         let daemon = stage.daemon(arm, &names(&vms), "")?;
         let rival = (arm == "mom").then(|| stage.cgroup().map(|c| Rival::mom(c, setup.budget)));
-        let sampler = Sampler::start(20, Some(stage.cgroup()?.clone()));
-        let (before, began_ms) = (swapped()?, wall_ms());
-        let touches = self.work(setup.cycle, &vms, rival.transpose()?)?;
-        let (after, end_ms) = (swapped()?, wall_ms());
-        let series = sampler.stop();
+        let rival = rival.transpose()?;
+        let (mut touches, watched) = stage.watch(|| self.work(setup.cycle, &vms, rival))?;
         daemon.map(Daemon::end_well).transpose()?;
-        warn_of_others(&series);
-        let mut result = RunResult {
-            swap_in: after.swap_in_pages.saturating_sub(before.swap_in_pages) as f64,
-            swap_out: after.swap_out_pages.saturating_sub(before.swap_out_pages) as f64,
-            touches,
-            held_mean: series.stat(|p| (p.cgroup + p.cgroup_swap).0 as f64).mean,
-            reversals: None,
-        };
+        touches.sort_by(f64::total_cmp);
+        let mut figures = watched.swapped();
+        figures.push(("jobs", "count", touches.len() as f64));
+        figures.extend(median(&touches).map(|s| ("touch_median", "seconds", s)));
+        figures.extend(touches.last().map(|s| ("touch_worst", "seconds", *s)));
+        let held = watched.series.stat(|p| (p.cgroup + p.cgroup_swap).0 as f64);
+        figures.push(("held_mean", "bytes", held.mean));
         if arm.starts_with("ebb") {
-            if let Some(kept) = &self.records {
-                record::keep(stage.dir(), kept, &format!("{}-{arm}-{began_ms}", setup.name))?;
-            }
-            // Stopping gives everything back: that is no turn of the controller's.
-            let mut ticks = record::read(&stage.dir().join("record.jsonl"))?;
-            ticks.retain(|t| (began_ms..=end_ms).contains(&t.wall_ms));
-            let minutes = (end_ms - began_ms) as f64 / 60_000.0;
-            let turns = record::reversals(&ticks) as f64;
-            result.reversals = Some(turns / minutes / f64::from(setup.vms));
+            let ticks = watched.ticks(&stage)?;
+            figures.push(("reversals", "per_minute", watched.reversals(&ticks, setup.vms)));
         }
-        Ok(result)
+        Ok(figures)
     }
 
     /// How long each job took to touch its memory, seconds.
@@ -236,18 +171,4 @@ impl Rhythm {
         }
         Ok(touches)
     }
-}
-
-fn line(r: &RunResult) -> String {
-    let optional = |v: Option<f64>| v.map_or("-".into(), |v| format!("{v:.2}"));
-    format!(
-        "in {:>7} out {:>7} pages  {:>3} jobs, touched in {} s (worst {})  held {:>9}  reversals {}/min",
-        r.swap_in,
-        r.swap_out,
-        r.touches.len(),
-        optional(r.median_touch()),
-        optional(r.worst_touch()),
-        Bytes(r.held_mean as u64).to_string(),
-        optional(r.reversals)
-    )
 }

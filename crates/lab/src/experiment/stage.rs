@@ -6,16 +6,22 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use ebb_core::sample::Vmstat;
 use ebb_core::units::Bytes;
+use ebb_host::probe::vmstat::read_vmstat;
+use ebb_host::root::Root;
 use tempfile::TempDir;
 
-use crate::LabError;
+use super::record::{self, RecordedTick};
+use super::trial::Figures;
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
 use crate::guest_stack;
 use crate::image::Kernel;
 use crate::libvirt::{Domain, Libvirtd};
+use crate::sampler::{Sampler, Series};
 use crate::vm::{Balloon, Vm, VmConfig};
+use crate::{LabError, wall_ms};
 
 /// The machine for one run of an arm.
 #[derive(Debug)]
@@ -48,10 +54,69 @@ impl Stage {
         self.arena.cgroup().context("no cgroup")
     }
 
+    /// Has guests work, and watches what the machine does.
+    pub fn watch<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<(T, Watched)> {
+        let sampler = Sampler::start(20, self.arena.cgroup().cloned());
+        let (before, began_ms) = (swapped()?, wall_ms());
+        let done = work()?;
+        let (after, end_ms) = (swapped()?, wall_ms());
+        let series = sampler.stop();
+        warn_of_others(&series);
+        let swap_in = after.swap_in_pages.saturating_sub(before.swap_in_pages);
+        let swap_out = after.swap_out_pages.saturating_sub(before.swap_out_pages);
+        Ok((done, Watched { series, began_ms, end_ms, swap_in, swap_out }))
+    }
+
     /// Ebb, if the arm has it, beside VMs of these names.
     pub fn daemon(&self, arm: &str, names: &[&str], config: &str) -> Result<Option<Daemon>> {
         let start = || Daemon::start(self.dir(), names, config);
         Ok(arm.starts_with("ebb").then(start).transpose()?)
+    }
+}
+
+/// What the machine did while guests worked.
+#[derive(Debug)]
+pub struct Watched {
+    pub series: Series,
+    pub began_ms: u64,
+    end_ms: u64,
+    swap_in: u64,
+    swap_out: u64,
+}
+
+impl Watched {
+    /// What the machine swapped meanwhile.
+    pub fn swapped(&self) -> Figures {
+        vec![
+            ("swap_in_pages", "count", self.swap_in as f64),
+            ("swap_out_pages", "count", self.swap_out as f64),
+        ]
+    }
+
+    /// Ebb's ticks meanwhile. Stopping gives everything back: that is no turn of the controller's.
+    pub fn ticks(&self, stage: &Stage) -> Result<Vec<RecordedTick>> {
+        let mut ticks = record::read(&stage.dir().join("record.jsonl"))?;
+        ticks.retain(|t| (self.began_ms..=self.end_ms).contains(&t.wall_ms));
+        Ok(ticks)
+    }
+
+    /// Turns of direction of all sizes, per VM and minute.
+    pub fn reversals(&self, ticks: &[RecordedTick], vms: u32) -> f64 {
+        let minutes = (self.end_ms - self.began_ms) as f64 / 60_000.0;
+        record::reversals(ticks) as f64 / minutes / f64::from(vms)
+    }
+}
+
+/// What the machine has swapped since it started.
+pub fn swapped() -> Result<Vmstat> {
+    read_vmstat(&Root::default())?.context("no /proc/vmstat")
+}
+
+/// Swap is counted for the whole machine: says so if not only the VMs use it.
+pub fn warn_of_others(series: &Series) {
+    let other = series.stat(|p| (p.swap - p.cgroup_swap).0 as f64).max;
+    if other > (32 << 20) as f64 {
+        println!("  others on this machine swapped too, up to {}", Bytes(other as u64));
     }
 }
 

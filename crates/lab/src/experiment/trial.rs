@@ -1,5 +1,5 @@
-//! What the experiments of tier guest share: which arms, how large, on which guest
-//! kernels; the table and the file at the end.
+//! What experiments share: which arms, how large, on which guest kernels; arms that are run by
+//! turns; the table and the file at the end.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use ebb_core::units::Bytes;
 
 use crate::image::Kernel;
-use crate::result::ExperimentResult;
+use crate::result::{ExperimentResult, human};
 
 /// Guest kernels of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -106,28 +106,103 @@ pub fn run(
     Ok(())
 }
 
-/// Each arm so often, the arms by turns, every other run the other way round: what each run came
-/// to, by arm.
-pub fn in_turns<R>(
-    arms: &[String],
+/// Figures of an experiment whose VMs have one kernel.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Output {
+    /// Figures as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Guest kernel
+    #[arg(long, value_enum, default_value = "6.1")]
+    pub kernel: Kernel,
+}
+
+impl Output {
+    /// Runs it, and prints and writes what it came to.
+    pub fn of(
+        &self,
+        experiment: &str,
+        run: impl FnOnce(&mut ExperimentResult) -> Result<()>,
+    ) -> Result<()> {
+        let mut outcome = ExperimentResult::of(experiment, self.kernel)?;
+        run(&mut outcome)?;
+        print!("\n{}", outcome.table());
+        Ok(outcome.keep(self.json.as_deref())?)
+    }
+}
+
+/// What one run of an arm came to: metrics, their units and values.
+pub type Figures = Vec<(&'static str, &'static str, f64)>;
+
+fn value(run: &Figures, metric: &str) -> Option<f64> {
+    run.iter().find(|(name, ..)| *name == metric).map(|(.., value)| *value)
+}
+
+/// Runs of several arms.
+#[derive(Debug, Default)]
+pub struct Turns(Vec<(String, Vec<Figures>)>);
+
+/// Each arm so often, the arms by turns, every other run the other way round: whatever else the
+/// machine does meets them all.
+pub fn in_turns<A: AsRef<str>>(
+    arms: &[A],
     runs: u32,
-    one: impl Fn(&str) -> Result<R>,
-    line: impl Fn(&R) -> String,
-) -> Result<Vec<Vec<R>>> {
-    let mut results: Vec<Vec<R>> = arms.iter().map(|_| Vec::new()).collect();
+    mut one: impl FnMut(&str) -> Result<Figures>,
+) -> Result<Turns> {
+    let mut turns: Vec<_> = arms.iter().map(|a| (a.as_ref().to_string(), Vec::new())).collect();
     for n in 1..=runs {
         let mut order: Vec<usize> = (0..arms.len()).collect();
         if n % 2 == 0 {
             order.reverse();
         }
         for i in order {
-            let arm = &arms[i];
-            let result = one(arm).with_context(|| format!("run {n}, {arm}"))?;
-            println!("run {n:>2}  {arm:<10}{}", line(&result));
-            results[i].push(result);
+            let (arm, done) = &mut turns[i];
+            let figures = one(arm).with_context(|| format!("run {n}, {arm}"))?;
+            let all = figures.iter().map(|(name, unit, v)| format!("{name} {}", human(*v, unit)));
+            println!("run {n:>2}  {arm:<10} {}", all.collect::<Vec<_>>().join(", "));
+            done.push(figures);
         }
     }
-    Ok(results)
+    Ok(Turns(turns))
+}
+
+/// How the values of all runs are added to a result.
+pub type Add = fn(&mut ExperimentResult, &str, &str, &str, &[f64]);
+
+impl Turns {
+    /// Adds each metric of each arm, by the name that `name` gives it.
+    pub fn add(&self, outcome: &mut ExperimentResult, add: Add, name: impl Fn(&str) -> String) {
+        for (arm, runs) in &self.0 {
+            let mut done = Vec::new();
+            for (metric, unit, _) in runs.iter().flatten() {
+                if !done.contains(metric) {
+                    done.push(*metric);
+                    let values: Vec<f64> = runs.iter().filter_map(|r| value(r, metric)).collect();
+                    add(outcome, arm, &name(metric), unit, &values);
+                }
+            }
+        }
+    }
+
+    /// Adds the medians of what these metrics are by those of the arm `base` in the same run.
+    pub fn add_ratios(
+        &self,
+        outcome: &mut ExperimentResult,
+        base: &str,
+        metrics: &[&str],
+        name: impl Fn(&str) -> String,
+    ) {
+        let Some((_, first)) = self.0.iter().find(|(arm, _)| arm == base) else { return };
+        for (arm, runs) in self.0.iter().filter(|(arm, _)| arm != base) {
+            for metric in metrics {
+                let both = runs.iter().zip(first);
+                let both = both.filter_map(|(a, b)| value(a, metric).zip(value(b, metric)));
+                let ratios = both.filter(|(_, b)| *b > 0.0).map(|(a, b)| a / b);
+                let name = name(&format!("{metric}_ratio"));
+                outcome.add_median(arm, &name, "fraction", &ratios.collect::<Vec<_>>());
+            }
+        }
+    }
 }
 
 /// `x.json`, or `x-6.12.json` where there is one for each kernel.
@@ -164,6 +239,30 @@ mod tests {
         let unknown = run("x", &["raw"], &options(&["rwa"], 1.0), never).unwrap_err();
         assert!(unknown.to_string().contains("there are raw"), "{unknown}");
         assert!(run("x", &["raw"], &options(&[], f64::NAN), never).is_err());
+    }
+
+    #[test]
+    fn arms_take_turns_and_ratios_are_of_the_same_run() {
+        let mut order = Vec::new();
+        let turns = in_turns(&["plain", "ebb"], 2, |arm| {
+            order.push(arm.to_string());
+            let n = order.len() as f64;
+            Ok(if arm == "ebb" {
+                vec![("a", "count", n), ("b", "count", n)]
+            } else {
+                vec![("a", "count", 2.0 * n), ("b", "count", 0.0)]
+            })
+        });
+        let turns = turns.unwrap();
+        assert_eq!(order, ["plain", "ebb", "ebb", "plain"]);
+        let mut outcome = ExperimentResult::new("x", "6.1", crate::vm::Accel::Tcg);
+        turns.add(&mut outcome, ExperimentResult::add, |metric| format!("x_{metric}"));
+        assert_eq!(outcome.value("ebb", "x_a"), Some(2.5));
+        turns.add_ratios(&mut outcome, "plain", &["a", "b"], str::to_string);
+        // 2 by 2, and 3 by 8.
+        assert_eq!(outcome.value("ebb", "a_ratio"), Some((1.0 + 0.375) / 2.0));
+        assert_eq!(outcome.value("ebb", "b_ratio"), None, "nothing to compare with");
+        assert_eq!(outcome.value("plain", "a_ratio"), None);
     }
 
     #[test]
