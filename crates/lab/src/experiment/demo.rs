@@ -11,7 +11,6 @@
 mod guests;
 
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -22,9 +21,9 @@ use serde_json::Value;
 use self::guests::Guests;
 use super::cycles::{Cycle, Cycles, Guest};
 use super::stage::{Fleet, Stage};
+use super::trial::Output;
 use crate::arena::{ArenaConfig, SwapKind};
 use crate::ebb::{Daemon, of};
-use crate::image::Kernel;
 use crate::result::ExperimentResult;
 use crate::sampler::{Sampler, Series};
 
@@ -45,15 +44,11 @@ const CYCLE: Cycle = Cycle {
 
 #[derive(Clone, Debug, Args)]
 pub struct Demo {
-    /// Figures as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    output: Output,
     /// Arms, in this order
     #[arg(long, value_delimiter = ',', value_parser = ARMS, default_values = ARMS)]
     arms: Vec<String>,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    kernel: Kernel,
     /// Measured seconds of each arm
     #[arg(long, default_value_t = 72)]
     seconds: u64,
@@ -79,27 +74,26 @@ struct ArmResult {
 impl Demo {
     /// Runs every arm, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
-        let mut outcome = ExperimentResult::of("demo", self.kernel)?;
         let what = if self.libvirt { "domains of libvirt" } else { "VMs" };
         println!(
             "{} {what} of {} on a budget of {}, zram swap behind it: each keeps {}, uses {} more in turn, then reads {}",
             VMS, MEMORY, BUDGET, CYCLE.base, CYCLE.job, CYCLE.cache
         );
-        let mut results = Vec::new();
-        for arm in &self.arms {
-            let result = self.arm(arm).with_context(|| format!("arm {arm}"))?;
-            self.add(&mut outcome, arm, &result);
-            results.push((arm.clone(), result));
-        }
-        self.summary(&results);
-        Ok(outcome.keep(self.json.as_deref())?)
+        self.output.of("demo", |outcome| {
+            self.arms.iter().try_for_each(|arm| {
+                let result = self.arm(arm).with_context(|| format!("arm {arm}"))?;
+                result.add(outcome, arm);
+                Ok(())
+            })
+        })
     }
 
     fn arm(&self, arm: &str) -> Result<ArmResult> {
         println!("\n== {arm}");
         let config = ArenaConfig::limited(BUDGET, Bytes::gib(1), SwapKind::Any);
         let stage = Stage::enter(&config, Some(CYCLE.cache))?;
-        let fleet = Fleet { name: "demo", arm, vms: VMS, memory: MEMORY, kernel: self.kernel };
+        let fleet =
+            Fleet { name: "demo", arm, vms: VMS, memory: MEMORY, kernel: self.output.kernel };
         let guests = Guests::boot(&fleet, &stage, self.libvirt)?;
         let daemon = arm.starts_with("ebb").then(|| guests.daemon(stage.dir())).transpose()?;
         let sampler = Sampler::start(10, stage.arena.cgroup().cloned());
@@ -125,68 +119,34 @@ impl Demo {
         println!("ebb stopped; every VM has its {MEMORY} again");
         Ok(())
     }
-
-    fn add(&self, outcome: &mut ExperimentResult, arm: &str, r: &ArmResult) {
-        let used = r.series.stat(|p| p.cgroup.0 as f64);
-        outcome.add(arm, "resident_peak", "bytes", &[used.max]);
-        outcome.add(arm, "resident_mean", "bytes", &[used.mean]);
-        outcome.add(arm, "swap_peak", "bytes", &[r.series.stat(|p| p.cgroup_swap.0 as f64).max]);
-        outcome.add(arm, "free_to_host_p95", "seconds", &[p95(&r.free_to_host)]);
-        outcome.add(arm, "slowest_burst", "seconds", &[r.slowest]);
-    }
-
-    fn summary(&self, results: &[(String, ArmResult)]) {
-        println!(
-            "\n{:<28}{}",
-            "",
-            results.iter().map(|(a, _)| format!("{a:>14}")).collect::<String>()
-        );
-        let row = |title: &str, cell: &dyn Fn(&ArmResult) -> String| {
-            let cells: String = results.iter().map(|(_, r)| format!("{:>14}", cell(r))).collect();
-            println!("{title:<28}{cells}");
-        };
-        let mib = |v: f64| Bytes(v as u64).to_string();
-        row("held by the VMs, mean", &|r| {
-            mib(r.series.stat(|p| (p.cgroup + p.cgroup_swap).0 as f64).mean)
-        });
-        row("  of it in DRAM, mean", &|r| mib(r.series.stat(|p| p.cgroup.0 as f64).mean));
-        row("  of it in DRAM, peak", &|r| mib(r.series.stat(|p| p.cgroup.0 as f64).max));
-        row("  of it in swap, peak", &|r| mib(r.series.stat(|p| p.cgroup_swap.0 as f64).max));
-        row("freed → host has it, p95", &|r| format!("{:.1} s", p95(&r.free_to_host)));
-        row("  not before it was reused", &|r| format!("{} of {}", r.never, r.free_to_host.len()));
-        row("bursts done", &|r| r.bursts.to_string());
-        row("slowest burst", &|r| format!("{:.1} s", r.slowest));
-        for (_, r) in results {
-            if let Some(state) = &r.last_state {
-                println!("\n{}", mechanisms(state));
-            }
-        }
-    }
 }
 
-/// What came back by which mechanism, as Ebb accounts it.
-fn mechanisms(state: &Value) -> String {
-    let mut out = String::from("what came back, as Ebb accounts it:");
-    for vm in state["vms"].as_array().into_iter().flatten() {
-        let part = |key: &str| Bytes(vm["returned"][key].as_u64().unwrap_or(0));
-        out += &format!(
-            "\n  {:<8} {} recycled, {} by balloon, {} by free page reporting, {} to swap; {} given back to the guest",
-            vm["name"].as_str().unwrap_or("?"),
-            part("recycled"),
-            part("balloon"),
-            part("reporting"),
-            part("swap"),
-            part("given_back")
-        );
+impl ArmResult {
+    fn add(&self, outcome: &mut ExperimentResult, arm: &str) {
+        let held = self.series.stat(|p| (p.cgroup + p.cgroup_swap).0 as f64);
+        let used = self.series.stat(|p| p.cgroup.0 as f64);
+        let swapped = self.series.stat(|p| p.cgroup_swap.0 as f64);
+        let mut add = |metric: &str, unit, values: &[f64]| outcome.add(arm, metric, unit, values);
+        add("held_mean", "bytes", &[held.mean]);
+        add("resident_peak", "bytes", &[used.max]);
+        add("resident_mean", "bytes", &[used.mean]);
+        add("swap_peak", "bytes", &[swapped.max]);
+        add("free_to_host_p95", "seconds", &[p95(&self.free_to_host)]);
+        add("frees", "count", &[self.free_to_host.len() as f64]);
+        add("frees_reused_first", "count", &[self.never as f64]);
+        add("bursts", "count", &[self.bursts as f64]);
+        add("slowest_burst", "seconds", &[self.slowest]);
+        let Some(state) = &self.last_state else { return };
+        // What came back of each VM by which mechanism, as Ebb accounts it.
+        let vms = || state["vms"].as_array().into_iter().flatten();
+        for key in ["recycled", "balloon", "reporting", "swap", "given_back"] {
+            let each = vms().map(|vm| vm["returned"][key].as_f64().unwrap_or(0.0));
+            add(&format!("returned_{key}"), "bytes", &each.collect::<Vec<_>>());
+        }
+        let number = |key: &str| state["daemon"][key].as_f64().unwrap_or(0.0);
+        add("daemon_cpu_share", "ratio", &[number("cpu_s") / number("uptime_s").max(1.0)]);
+        add("daemon_resident", "bytes", &[number("resident")]);
     }
-    let d = &state["daemon"];
-    let (cpu, up) = (d["cpu_s"].as_f64().unwrap_or(0.0), d["uptime_s"].as_f64().unwrap_or(0.0));
-    out += &format!(
-        "\n  the daemon used {:.2} % of a core and {} of memory",
-        100.0 * cpu / up.max(1.0),
-        Bytes(d["resident"].as_u64().unwrap_or(0))
-    );
-    out
 }
 
 fn p95(values: &[f64]) -> f64 {

@@ -22,7 +22,6 @@ mod jobs;
 mod picture;
 mod rivals;
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -34,11 +33,11 @@ use self::jobs::Jobs;
 use self::picture::picture;
 use self::rivals::{knobs, ksmtuned, merges};
 use super::stage::{self, Stage, warn_of_others};
+use super::trial::Output;
 use crate::arena::{ArenaConfig, Beside, MemoryCgroup, SwapKind};
 use crate::baselines::Rival;
 use crate::ebb::Daemon;
 use crate::guest_stack;
-use crate::image::Kernel;
 use crate::result::{ExperimentResult, SeriesRow, median};
 use crate::sampler::{Sampler, Series};
 use crate::vm::{Vm, VmConfig};
@@ -77,9 +76,8 @@ pub enum Kind {
 /// What is to be run.
 #[derive(Clone, Debug, Args)]
 pub struct Density {
-    /// Figures and series as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    output: Output,
     /// A small budget, a short period and three arms: seven minutes
     #[arg(long)]
     quick: bool,
@@ -121,9 +119,6 @@ pub struct Density {
     /// not times
     #[arg(long, requires = "vms")]
     beside: bool,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    kernel: Kernel,
 }
 
 /// The sizes and times that follow from the options.
@@ -174,16 +169,17 @@ impl Density {
             plan.hold.as_secs_f64(),
             plan.job
         );
-        let mut outcome = ExperimentResult::of("density", self.kernel)?;
         let mut counts = Vec::new();
-        for arm in &arms {
-            let begun = Instant::now();
-            let result = self.arm(&plan, arm).with_context(|| format!("arm {arm}"))?;
-            add(&mut outcome, arm, &result);
-            println!("{arm:<10} {}  ({:.0?})", line(&result), begun.elapsed());
-            counts.push((arm.as_str(), result.vms));
-        }
-        print!("\n{}", outcome.table());
+        self.output.of("density", |outcome| {
+            for arm in &arms {
+                let begun = Instant::now();
+                let result = self.arm(&plan, arm).with_context(|| format!("arm {arm}"))?;
+                add(outcome, arm, &result);
+                println!("{arm:<10} {}  ({:.0?})", line(&result), begun.elapsed());
+                counts.push((arm.as_str(), result.vms));
+            }
+            Ok(())
+        })?;
         if self.vms.is_none() {
             print!(
                 "\nVMs of {} on {} without harm:\n{}",
@@ -192,7 +188,7 @@ impl Density {
                 picture(&counts)
             );
         }
-        Ok(outcome.keep(self.json.as_deref())?)
+        Ok(())
     }
 
     fn plan(&self) -> Plan {
@@ -233,7 +229,7 @@ impl Density {
         let tuned = arm.ends_with("ksmtuned");
         let _tuned = tuned.then(|| ksmtuned(stage.dir(), plan.budget)).transpose()?;
         let cgroup = stage.cgroup()?.clone();
-        let (name, memory, kernel) = (&format!("{arm}-"), plan.memory, self.kernel);
+        let (name, memory, kernel) = (&format!("{arm}-"), plan.memory, self.output.kernel);
         let mut fleet = Fleet {
             plan,
             stage: &stage,

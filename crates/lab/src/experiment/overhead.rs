@@ -6,7 +6,6 @@
 //! from the guest tool's word that its burst begins to the tick that ordered the
 //! balloon back: it includes the time the burst needs to make the guest short.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -17,9 +16,9 @@ use ebb_host::root::Root;
 use serde_json::Value;
 
 use super::stage::{Fleet, Stage, names};
+use super::trial::Output;
 use crate::arena::{ArenaConfig, SwapKind};
 use crate::ebb::{Daemon, of};
-use crate::image::Kernel;
 use crate::result::ExperimentResult;
 use crate::vm::{Vm, cpu_s};
 use crate::wall_ms;
@@ -31,12 +30,8 @@ const SMALL: Bytes = Bytes::mib(400);
 
 #[derive(Clone, Debug, Args)]
 pub struct Overhead {
-    /// Figures as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    kernel: Kernel,
+    #[command(flatten)]
+    output: Output,
     /// Measured seconds of each arm
     #[arg(long, default_value_t = 60)]
     seconds: u64,
@@ -48,25 +43,27 @@ pub struct Overhead {
 impl Overhead {
     /// Runs, prints, writes the figures.
     pub fn run(&self) -> Result<()> {
+        self.output.of("overhead", |outcome| self.measure(outcome))
+    }
+
+    fn measure(&self, outcome: &mut ExperimentResult) -> Result<()> {
         // Less than three guests hold that have touched 256 MiB each.
         let config = ArenaConfig::limited(Bytes::mib(1250), Bytes::gib(1), SwapKind::Any);
         let stage = Stage::enter(&config, None)?;
         let vms = self.boot(&stage)?;
         let names = names(&vms);
-        let mut outcome = ExperimentResult::of("overhead", self.kernel)?;
-
         let daemon = Daemon::start(stage.dir(), &names, "reserve = \"64MiB\"")?;
         // What is set aside for VMs that have just started is taken of them at first.
         daemon.wait_for("VMs that are owed nothing", 5 * MINUTE, |s| {
             all(s, &names, "ballooned", |b| b == 0)
         })?;
-        self.cost((&daemon, &vms), "clear", &mut outcome)?;
+        self.cost((&daemon, &vms), "clear", outcome)?;
         daemon.stop();
 
         let daemon = Daemon::start(stage.dir(), &names, "reserve = \"600MiB\"")?;
         let is_small = |actual| actual < SMALL.0;
         daemon.wait_for("ballooned VMs", MINUTE, |s| all(s, &names, "actual", is_small))?;
-        self.cost((&daemon, &vms), "ballooned", &mut outcome)?;
+        self.cost((&daemon, &vms), "ballooned", outcome)?;
         let mut reactions = Vec::new();
         for _ in 0..self.bursts {
             // On a host that is short a guest keeps what it needed within the last half hour.
@@ -75,12 +72,11 @@ impl Overhead {
         }
         outcome.add("ballooned", "reaction", "seconds", &reactions);
         daemon.stop();
-        print!("{}", outcome.table());
-        Ok(outcome.keep(self.json.as_deref())?)
+        Ok(())
     }
 
     fn boot(&self, stage: &Stage) -> Result<Vec<Vm>> {
-        let (memory, kernel) = (Bytes::mib(512), self.kernel);
+        let (memory, kernel) = (Bytes::mib(512), self.output.kernel);
         let vms = Fleet { name: "over", arm: "plain", vms: 3, memory, kernel }.boot(stage)?;
         for vm in &vms {
             vm.ask(|tool| tool.start_ready("h", "hold", "size=201326592", MINUTE))?;
