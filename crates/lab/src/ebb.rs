@@ -78,9 +78,9 @@ impl Daemon {
         Daemon::spawn(program, dir, &[&["--record", &record], args].concat())
     }
 
-    /// The same, and it writes no record: that takes time.
-    pub fn start_unrecorded(program: &Path, dir: &Path) -> Result<Daemon, LabError> {
-        Daemon::spawn(program, dir, &[])
+    /// Starts it without a record: to write one takes time.
+    pub fn start_unrecorded(dir: &Path) -> Result<Daemon, LabError> {
+        Daemon::spawn(&binary()?, dir, &[])
     }
 
     fn spawn(program: &Path, dir: &Path, args: &[&str]) -> Result<Daemon, LabError> {

@@ -37,6 +37,7 @@ use ebb_host::root::Root;
 use self::arms::{Kind, Runner, hold_knobs};
 use self::course::{Course, Meter};
 use self::workload::{Fleet, Workload};
+use super::trial::{Figures, line};
 use crate::arena::{Arena, ArenaConfig};
 use crate::ground_truth::Truth;
 use crate::image::Kernel;
@@ -102,19 +103,16 @@ impl Dedup {
                     continue;
                 }
                 let fleet = Fleet::boot(workload, self.vms, self.hold, self.share, agents)?;
-                println!("{:<12} {}", name(workload), HEAD);
                 for arm in arms {
                     let measured = self.arm(workload, &fleet, arm)?;
-                    measured.print(arm);
                     measured.note(arm, workload, &mut outcome);
                 }
                 fleet.resume()?;
                 fleet.check()?;
             }
             compare(workload, &self.arms, &outcome);
-            if let Some(path) = &self.json {
-                outcome.write(path)?;
-            }
+            println!("{}", outcome.table());
+            outcome.keep(self.json.as_deref())?;
         }
         Ok(())
     }
@@ -225,9 +223,6 @@ impl Dedup {
     }
 }
 
-const HEAD: &str =
-    "    ideal     saved  recall   CPU s   to end  to 90 %   90 % s    end s scans  again s  %held";
-
 impl Measured {
     fn recall(&self) -> f64 {
         self.saved.fraction_of(self.ideal)
@@ -243,45 +238,32 @@ impl Measured {
         (self.saved.0 as f64 - self.own_memory.0 as f64) / self.held.0.max(1) as f64
     }
 
-    fn print(&self, arm: Kind) {
-        let or_none = |v: Option<f64>| v.map_or("–".into(), |v| format!("{v:.3}"));
-        println!(
-            "{:<12} {:>9} {:>9} {:>7.3} {:>7.3} {:>8.3} {:>8} {:>8} {:>8.1} {:>5} {:>8} {:>6.1}",
-            name(arm),
-            self.ideal.to_string(),
-            self.saved.to_string(),
-            self.recall(),
-            self.course.converged().cpu,
-            self.course.last().cpu,
-            or_none(self.to_90().map(|p| p.cpu)),
-            or_none(self.to_90().map(|p| p.at)),
-            self.course.last().at,
-            self.course.last().scans,
-            or_none(self.again_s),
-            self.share() * 100.0
-        );
-    }
-
     fn note(&self, arm: Kind, workload: Workload, outcome: &mut ExperimentResult) {
         let end = self.course.converged();
         let gib = self.saved.0 as f64 / Bytes::gib(1).0 as f64;
         let paid = self.saved >= Bytes::mib(1);
-        let rows: [(&str, &str, Option<f64>); 11] = [
+        let rows: [(_, _, Option<f64>); 14] = [
+            ("ideal", "bytes", Some(self.ideal.0 as f64)),
             ("recall", "fraction", Some(self.recall())),
             ("saved", "bytes", Some(self.saved.0 as f64)),
             ("merged_mean", "bytes", Some(self.course.mean().0 as f64)),
             ("saved_share", "fraction", Some(self.share())),
             ("cpu_seconds", "seconds", Some(end.cpu)),
             ("cpu_to_end", "seconds", Some(self.course.last().cpu)),
+            ("time_to_end", "seconds", Some(self.course.last().at)),
+            ("scans", "count", Some(self.course.last().scans as f64)),
             ("cpu_to_90", "seconds", self.to_90().map(|p| p.cpu)),
             ("time_to_90", "seconds", self.to_90().map(|p| p.at)),
             ("rescan_cpu_seconds", "seconds", self.again_s),
             ("cpu_share", "fraction", Some(end.cpu / end.at.max(1e-9))),
             ("cpu_per_gib", "seconds", paid.then(|| end.cpu / gib)),
         ];
-        for (metric, unit, value) in rows {
+        let known = rows.into_iter().filter_map(|(metric, unit, v)| Some((metric, unit, v?)));
+        let figures: Figures = known.collect();
+        println!("{:<12} {}", name(arm), line(&figures));
+        for (metric, unit, value) in figures {
             let metric = format!("{metric}_{}", name(workload));
-            outcome.add(&name(arm), &metric, unit, value.as_slice());
+            outcome.add(&name(arm), &metric, unit, &[value]);
         }
     }
 }

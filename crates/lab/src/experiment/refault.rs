@@ -22,7 +22,7 @@ use anyhow::Result;
 use ebb_core::units::Bytes;
 
 use super::cgroup_guest::{Bench, MINUTE, Place, RamKind};
-use super::trial::Trial;
+use super::trial::{Figures, Trial, in_turns};
 use crate::result::{ExperimentResult, target};
 use crate::vm::{Balloon, cpu_s};
 
@@ -122,78 +122,21 @@ fn timed(bench: &mut Bench<'_>) -> Result<()> {
     for (pace, pages) in
         [Pace::AtOnce, Pace::Interval].into_iter().flat_map(|p| Pages::ALL.map(|pages| (p, pages)))
     {
-        let mut turns = vec![Vec::new(); arms.len()];
-        for round in 0..trial.rounds(7) {
-            // Forwards and backwards by turns: a machine that grows slower during a
-            // round favours nobody.
-            let order: Vec<usize> = match round % 2 {
-                0 => (0..arms.len()).collect(),
-                _ => (0..arms.len()).rev().collect(),
-            };
-            for i in order {
-                let place = other.as_ref().filter(|_| arms[i] == "reporting").unwrap_or(&place);
-                turns[i].push(turn(place, arms[i], pace, pages)?);
-            }
-            let last = |of: Figure| {
-                let each = turns.iter().filter_map(|turns| turns.last());
-                each.map(|turn| format!("{:.0}", of(turn))).collect::<Vec<_>>().join(", ")
-            };
-            println!(
-                "  {pace:?}, {pages:?}: {} pages a processor second, {} bytes recycled a loop ({})",
-                last(|turn| turn.cpu_rate),
-                last(|turn| turn.recycled),
-                arms.join(", ")
-            );
-        }
-        add(bench.outcome, &arms, &turns, (pace, pages));
+        println!("{pace:?}, {pages:?}:");
+        let turns = in_turns(&arms, trial.rounds(7), |arm| {
+            let place = other.as_ref().filter(|_| arm == "reporting").unwrap_or(&place);
+            turn(place, arm, pace, pages)
+        })?;
+        let name = |metric: &str| format!("{}{metric}{}", pace.prefix(), pages.suffix());
+        turns.add(bench.outcome, ExperimentResult::add_median, name);
+        turns.add_ratios(bench.outcome, "plain", &["ops", "cpu_ops"], name);
     }
     Ok(())
 }
 
-/// One figure of a turn.
-type Figure = fn(&Turn) -> f64;
-
-/// Adds what all turns at one pace came to.
-fn add(
-    outcome: &mut ExperimentResult,
-    arms: &[&str],
-    turns: &[Vec<Turn>],
-    (pace, pages): (Pace, Pages),
-) {
-    let (prefix, suffix) = (pace.prefix(), pages.suffix());
-    for (arm, own) in arms.iter().zip(turns) {
-        let of = |of: Figure| own.iter().map(of).collect::<Vec<_>>();
-        if pace == Pace::Interval && *arm == "ebb-guest" {
-            let metric = format!("interval_recycled{suffix}");
-            outcome.add_median(arm, &metric, "bytes", &of(|turn| turn.recycled));
-        }
-        for (name, rate) in
-            [("ops", (|turn| turn.rate) as Figure), ("cpu_ops", |turn| turn.cpu_rate)]
-        {
-            let metric = |kind| format!("{prefix}{name}{kind}{suffix}");
-            outcome.add_median(arm, &metric(""), "per_second", &of(rate));
-            if *arm != arms[0] {
-                let pairs = own.iter().zip(&turns[0]);
-                let ratio: Vec<f64> = pairs.map(|(a, plain)| rate(a) / rate(plain)).collect();
-                outcome.add_median(arm, &metric("_ratio"), "fraction", &ratio);
-            }
-        }
-    }
-}
-
-/// One measurement of one arm.
-#[derive(Clone, Copy, Debug)]
-struct Turn {
-    /// Pages a second of the loops' own time.
-    rate: f64,
-    /// Pages a second of QEMU's processor time.
-    cpu_rate: f64,
-    /// What the agent recycled a loop, bytes.
-    recycled: f64,
-}
-
-/// Measures; the guest is as it was afterwards.
-fn turn(place: &Place, arm: &str, pace: Pace, pages: Pages) -> Result<Turn> {
+/// Pages a second of the loops' own time, and of QEMU's processor time; what the agent recycled a
+/// loop. The guest is as it was afterwards.
+fn turn(place: &Place, arm: &str, pace: Pace, pages: Pages) -> Result<Figures> {
     let tier = ["module", "ebb-guest"].contains(&arm);
     if tier {
         place.insmod()?;
@@ -227,7 +170,14 @@ fn turn(place: &Place, arm: &str, pace: Pace, pages: Pages) -> Result<Turn> {
     if tier {
         place.sh("rmmod ebb")?;
     }
-    Ok(Turn { rate: 1e9 / found.each, cpu_rate: found.pages / took, recycled })
+    let mut figures = vec![
+        ("ops", "per_second", 1e9 / found.each),
+        ("cpu_ops", "per_second", found.pages / took),
+    ];
+    if pace == Pace::Interval && arm == "ebb-guest" {
+        figures.push(("recycled", "bytes", recycled));
+    }
+    Ok(figures)
 }
 
 /// What loops came to, by the guest's clock.

@@ -2,8 +2,8 @@
 //! over QMP, deciding, publishing, recording.
 //!
 //! The VMs are stand-ins (processes that answer QMP and have no guest), the daemon is
-//! the built one, and another one where that is named: they take turns. The CPU time is the
-//! kernel's own account of the daemon's threads, divided by the ticks that it counted meanwhile.
+//! the built one. The CPU time is the kernel's own account of the daemon's threads, divided by the
+//! ticks that it counted meanwhile. Metrics end with the number of VMs.
 //! Arms: `calm` (ordinary ticks only, as on a host with much memory left), `rest` (no VM may be
 //! ballooned), `clear` (nothing is asked for; what was taken while the VMs started is still out, so
 //! ticks are fast), `orders` (idle memory is asked for once a second).
@@ -19,9 +19,10 @@ use ebb_core::units::Bytes;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
-use crate::LabError;
+use super::trial::{Figures, line};
 use crate::ebb::{self, Daemon};
-use crate::vm::{resident, threads};
+use crate::result::ExperimentResult;
+use crate::vm::{Accel, resident, threads};
 
 const ARMS: [&str; 4] = ["calm", "rest", "clear", "orders"];
 /// What each stand-in has.
@@ -43,31 +44,12 @@ pub struct Tick {
     /// Percentage of VMs whose need changes, by up to 32 MiB from one answer to the next
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
     moving: u32,
-    /// Clients that ask for /metrics once a second meanwhile
-    #[arg(long, default_value_t = 0)]
-    readers: u32,
     /// Which arms
     #[arg(long, value_delimiter = ',', default_value = "calm,rest,clear,orders", value_parser = ARMS)]
     arms: Vec<String>,
-    /// Another build of the daemon that is measured in turns with this one
-    #[arg(long, value_name = "FILE")]
-    against: Option<PathBuf>,
     /// Figures as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-}
-
-#[derive(Debug, serde::Serialize)]
-struct Row {
-    vms: u32,
-    arm: String,
-    of: PathBuf,
-    ticks: u64,
-    cpu_ms_a_tick: f64,
-    loop_ms_a_tick: f64,
-    share_of_a_core: f64,
-    resident: u64,
-    record_s: Option<f64>,
 }
 
 impl Tick {
@@ -76,22 +58,13 @@ impl Tick {
         let most = getrlimit(Resource::Nofile).maximum;
         setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;
         println!("stand-ins for VMs (no claim about real ones)");
-        println!(
-            "   VMs  arm     ticks a s   CPU a tick   its loop   of a core   resident   \
-             record holds"
-        );
-        let mut rows = Vec::new();
-        for vms in &self.vms {
-            rows.extend(self.with(*vms)?);
-        }
-        if let Some(path) = &self.json {
-            std::fs::write(path, serde_json::to_vec_pretty(&rows)?)
-                .map_err(LabError::file(path))?;
-        }
-        Ok(())
+        let mut outcome = ExperimentResult::new("tick", "none", Accel::detect());
+        self.vms.iter().try_for_each(|vms| self.with(*vms, &mut outcome))?;
+        print!("{}", outcome.table());
+        Ok(outcome.keep(self.json.as_deref())?)
     }
 
-    fn with(&self, count: u32) -> Result<Vec<Row>> {
+    fn with(&self, count: u32, outcome: &mut ExperimentResult) -> Result<()> {
         let dir = tempfile::tempdir()?;
         let program = dir.path().join("qemu-system-standin");
         std::fs::copy(ebb::built("EBB_STANDIN", "ebb-standin", "ebb-lab")?, &program)?;
@@ -102,35 +75,17 @@ impl Tick {
             let vm = standin(&program, &name, moves.then_some(n)).spawn()?;
             vms.0.insert(name, vm);
         }
-        let mut rows = Vec::new();
-        let built = ebb::binary()?;
         for arm in &self.arms {
-            for daemon in std::iter::once(&built).chain(&self.against) {
-                let row = self.arm(&program, &vms, arm, daemon)?;
-                self.tell(&row);
-                rows.push(row);
+            let figures = self.arm(&program, &vms, arm)?;
+            println!("{count:>6}  {arm:<6}  {}", line(&figures));
+            for (metric, unit, value) in figures {
+                outcome.add(arm, &format!("{metric}_{count}"), unit, &[value]);
             }
         }
-        Ok(rows)
+        Ok(())
     }
 
-    fn tell(&self, row: &Row) {
-        let of = self.against.is_some().then(|| row.of.display().to_string());
-        println!(
-            "{:>6}  {:<6}  {:>9.1}  {:>8.2} ms  {:>6.2} ms  {:>8.2} %  {:>5.1} MiB  {:>12}  {}",
-            row.vms,
-            row.arm,
-            row.ticks as f64 / self.seconds as f64,
-            row.cpu_ms_a_tick,
-            row.loop_ms_a_tick,
-            row.share_of_a_core * 100.0,
-            row.resident as f64 / f64::from(1 << 20),
-            row.record_s.map_or("-".into(), |s| format!("{s:.0} s")),
-            of.unwrap_or_default()
-        );
-    }
-
-    fn arm(&self, standin: &Path, vms: &Vms, arm: &str, program: &Path) -> Result<Row> {
+    fn arm(&self, standin: &Path, vms: &Vms, arm: &str) -> Result<Figures> {
         let dir = standin.parent().context("a stand-in has no directory")?;
         let all = format!("min = \"{}MiB\"\n", RAM.0 >> 20);
         let min = if arm == "rest" { all.as_str() } else { "" };
@@ -143,7 +98,7 @@ impl Tick {
             let text = std::fs::read_to_string(&file)?;
             std::fs::write(&file, text.replacen("[host]", "fast_tick = \"1s\"\n[host]", 1))?;
         }
-        let daemon = Daemon::start_unrecorded(program, dir)?;
+        let daemon = Daemon::start_unrecorded(dir)?;
         let heard = |s: &Value| all_are_heard(s, vms.0.len());
         daemon.wait_for("answer of each stand-in", Duration::from_secs(60), heard)?;
         self.pass(&daemon, arm, self.warm)?;
@@ -154,26 +109,23 @@ impl Tick {
         let ticks = number(&last).saturating_sub(number(&first)).max(1);
         let spent = |of: &dyn Fn(&BTreeMap<u32, f64>) -> f64| of(&after) - of(&before);
         let all = spent(&|c| c.values().sum());
-        Ok(Row {
-            vms: vms.0.len() as u32,
-            arm: arm.into(),
-            of: program.into(),
-            ticks,
-            cpu_ms_a_tick: all * 1000.0 / ticks as f64,
-            loop_ms_a_tick: spent(&|c| c[&daemon.pid()]) * 1000.0 / ticks as f64,
-            share_of_a_core: all / self.seconds as f64,
-            resident: resident(daemon.pid()).0,
-            record_s: last["daemon"]["record_s"].as_f64(),
-        })
+        let seconds = self.seconds as f64;
+        let mut figures = vec![
+            ("ticks", "per_second", ticks as f64 / seconds),
+            ("cpu_a_tick", "seconds", all / ticks as f64),
+            ("loop_a_tick", "seconds", spent(&|c| c[&daemon.pid()]) / ticks as f64),
+            ("cpu_share", "ratio", all / seconds),
+            ("resident", "bytes", resident(daemon.pid()).0 as f64),
+        ];
+        let record_s = last["daemon"]["record_s"].as_f64();
+        figures.extend(record_s.map(|s| ("record_holds", "seconds", s)));
+        Ok(figures)
     }
 
     /// Lets seconds of this arm pass.
     fn pass(&self, daemon: &Daemon, arm: &str, seconds: u64) -> Result<()> {
         let end = Instant::now() + Duration::from_secs(seconds);
         while Instant::now() < end {
-            for _ in 0..self.readers {
-                daemon.metrics()?;
-            }
             if arm == "orders" {
                 daemon.reclaim()?;
             }

@@ -134,6 +134,12 @@ impl Output {
 /// What one run of an arm came to: metrics, their units and values.
 pub type Figures = Vec<(&'static str, &'static str, f64)>;
 
+/// All of them, for people.
+pub fn line(figures: &Figures) -> String {
+    let all = figures.iter().map(|(metric, unit, v)| format!("{metric} {}", human(*v, unit)));
+    all.collect::<Vec<_>>().join(", ")
+}
+
 fn value(run: &Figures, metric: &str) -> Option<f64> {
     run.iter().find(|(name, ..)| *name == metric).map(|(.., value)| *value)
 }
@@ -158,8 +164,7 @@ pub fn in_turns<A: AsRef<str>>(
         for i in order {
             let (arm, done) = &mut turns[i];
             let figures = one(arm).with_context(|| format!("run {n}, {arm}"))?;
-            let all = figures.iter().map(|(name, unit, v)| format!("{name} {}", human(*v, unit)));
-            println!("run {n:>2}  {arm:<10} {}", all.collect::<Vec<_>>().join(", "));
+            println!("run {n:>2}  {arm:<10} {}", line(&figures));
             done.push(figures);
         }
     }

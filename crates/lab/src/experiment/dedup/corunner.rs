@@ -34,7 +34,7 @@ use super::course::{Course, run_time};
 use super::governor::Governor;
 use crate::Background;
 use crate::arena::{Arena, ArenaConfig, steadily};
-use crate::experiment::trial::Trial;
+use crate::experiment::trial::{Figures, Trial, in_turns};
 use crate::guest_stack;
 use crate::result::ExperimentResult;
 use crate::vm::{Vm, VmConfig};
@@ -48,31 +48,24 @@ const TURN: Duration = Duration::from_secs(8);
 /// Between two pulses of `spin`, as between two batches of the governor.
 const SPIN_SLEEP: Duration = Duration::from_millis(20);
 const CHASE: &str = "size=67108864";
-const KEYS: [(&str, &str); 2] = [("p50_ns", "p50"), ("p99_ns", "p99")];
 
 /// So much of what a VM holds is merged when `ebb-clear` begins its turn, half of it being alike.
 const MERGING: f64 = 0.4;
-
-/// A turn: p50, p99 in seconds, share of a core, bytes merged.
-type Turn = [f64; 4];
 
 pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
     let arena = Arena::enter(&ArenaConfig::default())?;
     hold_knobs(&arena)?;
     let vms = boot(trial)?;
     let co = &vms[0];
-    let mut turns: Vec<(&str, Vec<Turn>)> = ARMS.iter().map(|arm| (*arm, Vec::new())).collect();
-    for _ in 0..trial.rounds(5) {
-        for (arm, done) in turns.iter_mut().filter(|(arm, _)| trial.wants(arm)) {
-            ksm::unmerge(&Root::default())?;
-            let spinning = (*arm == "spin").then(|| Background::start(spin));
-            done.push(turn(co, &vms, arm, trial.size(256).share(MERGING))?);
-            drop(spinning);
-        }
-    }
+    let turns = in_turns(&trial.arms, trial.rounds(5), |arm| {
+        ksm::unmerge(&Root::default())?;
+        let _spinning = (arm == "spin").then(|| Background::start(spin));
+        turn(co, &vms, arm, trial.size(256).share(MERGING))
+    })?;
     let stat = co.ask(|tool| tool.stop("c"))?;
     anyhow::ensure!(stat.u64("cycles") > 0, "{}: it did not run: {:?}", co.name(), stat.0);
-    note(outcome, &turns);
+    turns.add(outcome, ExperimentResult::add_median, str::to_string);
+    turns.add_ratios(outcome, ARMS[0], &["p50", "p99"], str::to_string);
     Ok(())
 }
 
@@ -110,7 +103,7 @@ fn spin(quit: &AtomicBool) {
     }
 }
 
-fn turn(co: &Vm, vms: &[Vm], arm: &str, first: Bytes) -> Result<Turn> {
+fn turn(co: &Vm, vms: &[Vm], arm: &str, first: Bytes) -> Result<Figures> {
     let mut beside = match Kind::from_str(arm, false) {
         _ if arm == "ebb-clear" => Beside::clear(vms, first)?,
         Err(_) => Beside::Nothing,
@@ -134,7 +127,12 @@ fn turn(co: &Vm, vms: &[Vm], arm: &str, first: Bytes) -> Result<Turn> {
     let merged = self::merged()?.0 as f64 - merged.0 as f64;
     beside.end()?;
     let seconds = |key: &str| said.u64(key) as f64 / 1e9;
-    Ok([seconds(KEYS[0].0), seconds(KEYS[1].0), share, merged])
+    Ok(vec![
+        ("p50", "seconds", seconds("p50_ns")),
+        ("p99", "seconds", seconds("p99_ns")),
+        ("ksmd_share", "fraction", share),
+        ("merged", "bytes", merged),
+    ])
 }
 
 /// What goes on beside the VM.
@@ -221,43 +219,5 @@ impl Scan {
         self.thread.join().map_err(|_| anyhow::anyhow!("the scan panicked"))??;
         anyhow::ensure!(!early, "the scan was over before the turn: give it a larger --scale");
         Ok(())
-    }
-}
-
-fn note(outcome: &mut ExperimentResult, turns: &[(&str, Vec<Turn>)]) {
-    let plain = turns[0].1.clone();
-    for (arm, turns) in turns {
-        for (i, (_, metric)) in KEYS.iter().enumerate() {
-            let values: Vec<f64> = turns.iter().map(|t| t[i]).collect();
-            outcome.add_median(arm, metric, "seconds", &values);
-            if *arm != ARMS[0] {
-                let ratios: Vec<f64> =
-                    turns.iter().zip(&plain).map(|(t, plain)| t[i] / plain[i]).collect();
-                outcome.add_median(arm, &format!("{metric}_ratio"), "fraction", &ratios);
-            }
-        }
-        let of = |i: usize| -> Vec<f64> { turns.iter().map(|t| t[i]).collect() };
-        outcome.add_median(arm, "ksmd_share", "fraction", &of(2));
-        outcome.add_median(arm, "merged", "bytes", &of(3));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::vm::Accel;
-
-    #[test]
-    fn ratios_are_by_round() {
-        let mut outcome = ExperimentResult::new("corunner", "6.1", Accel::Tcg);
-        let turns = [
-            ("plain", vec![[1.0, 2.0, 0.0, 0.0], [2.0, 4.0, 0.0, 0.0]]),
-            ("ksm", vec![[1.0, 3.0, 0.2, 9.0], [2.0, 6.0, 0.2, 9.0]]),
-        ];
-        note(&mut outcome, &turns);
-        assert_eq!(outcome.value("ksm", "p50_ratio"), Some(1.0));
-        assert_eq!(outcome.value("ksm", "p99_ratio"), Some(1.5));
-        assert_eq!(outcome.value("plain", "p99"), Some(3.0));
-        assert_eq!(outcome.value("plain", "p99_ratio"), None);
     }
 }
