@@ -56,10 +56,10 @@ pub struct Watch {
 }
 
 impl Watch {
-    pub fn start(place: &Place, vms: &[&Standin]) -> Watch {
-        let wholes: HashMap<u32, Vec<u64>> =
-            vms.iter().map(|vm| (vm.pid, vec![vm.truth().size])).collect();
-        let wholes = Arc::new(Mutex::new(wholes));
+    pub fn start<'a>(place: &Place, vms: impl IntoIterator<Item = &'a Standin>) -> Watch {
+        let peers: Vec<Peer> = vms.into_iter().map(|vm| Peer::clone(vm)).collect();
+        let sizes = peers.iter().map(|vm| (vm.pid, vec![vm.truth().size]));
+        let wholes = Arc::new(Mutex::new(sizes.collect::<HashMap<_, _>>()));
         let found = Arc::new(Mutex::new(Vec::new()));
         let look = Look {
             file: place.state_file(),
@@ -67,7 +67,6 @@ impl Watch {
             orders: HashMap::new(),
             found: found.clone(),
         };
-        let peers: Vec<Peer> = vms.iter().map(|vm| Peer::clone(vm)).collect();
         let thread = Background::start(move |quit| look.go_on(&peers, quit));
         Watch { wholes, found, thread }
     }

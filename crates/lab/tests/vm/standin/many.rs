@@ -16,15 +16,14 @@ const SOFT: u64 = 1024;
 fn vm_two_thousand_vms_are_seen_ballooned_and_given_back_with_the_usual_limits() {
     let Some(place) = Place::new() else { return };
     let _arena = Arena::enter(&ArenaConfig::default()).unwrap();
-    let count = std::env::var("EBB_VMS").map_or(2000, |n| n.parse().unwrap());
+    let count = set("EBB_VMS").unwrap_or(2000);
     let begun = Instant::now();
     let vms = place.standins(count);
     println!("{count} stand-ins after {:.1} s", begun.elapsed().as_secs_f64());
 
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(SOFT), ..limit }).unwrap();
-    let all: Vec<&Standin> = vms.iter().collect();
-    let daemon = place.daemon(USUAL, &all);
+    let daemon = place.daemon(USUAL, &vms);
     wait_all_up(&daemon, count);
     cost(&daemon, "at rest");
 

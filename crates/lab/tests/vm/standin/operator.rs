@@ -7,7 +7,7 @@ use ebb_lab::ebb;
 
 use super::law::Watch;
 use super::place::*;
-use super::sequences::end_whole;
+use super::sequences::Scene;
 use super::*;
 
 fn executable(path: &std::path::Path, text: &str) {
@@ -38,12 +38,9 @@ fn wait_nothing_owed(place: &Place) {
 
 /// A stand-in whose idle memory a daemon has taken, under the law's eyes.
 fn squeezed(name: &str, deflates: bool) -> Option<(Place, Standin, Watch, Daemon)> {
-    let place = Place::new()?;
-    let vm = place.standin(name, deflates);
-    let watch = Watch::start(&place, &[&vm]);
-    let daemon = place.daemon(OFTEN, &[&vm]);
-    squeeze(&daemon, &vm);
-    Some((place, vm, watch, daemon))
+    let Scene { place, mut vms, watch, daemon } = Scene::new(OFTEN, &[(name, deflates)])?;
+    squeeze(&daemon, &vms[0]);
+    Some((place, vms.remove(0), watch, daemon))
 }
 
 #[test]
@@ -87,8 +84,8 @@ fn sigint_and_the_end_of_its_terminal_give_back_as_sigterm_does() {
 fn a_reload_executes_the_program_that_is_there_now_and_no_balloon_moves() {
     let Some(place) = Place::new() else { return };
     let vm = place.standin("upgraded", false);
-    let watch = Watch::start(&place, &[&vm]);
-    place.configure(OFTEN, &[&vm]);
+    let watch = Watch::start(&place, [&vm]);
+    place.configure(OFTEN, [&vm]);
     let program = install(&place);
     let daemon = place.daemon_of("ebb");
     squeeze(&daemon, &vm);
@@ -108,7 +105,7 @@ fn a_reload_executes_the_program_that_is_there_now_and_no_balloon_moves() {
     wait_ticks(&daemon, 10);
     let truth = vm.truth();
     assert_eq!((truth.size, truth.orders.len()), (vm.least, orders), "{}", daemon.log());
-    end_whole(&place, daemon, watch, &[&vm]);
+    Scene { place, vms: vec![vm], watch, daemon }.end_whole();
 }
 
 /// It takes the configuration, and is gone when it is to be executed.
@@ -116,8 +113,8 @@ fn a_reload_executes_the_program_that_is_there_now_and_no_balloon_moves() {
 fn a_program_that_cannot_be_executed_any_more_gives_everything_back() {
     let Some(place) = Place::new() else { return };
     let vm = place.standin("removed", false);
-    let mut watch = Watch::start(&place, &[&vm]);
-    place.configure(OFTEN, &[&vm]);
+    let mut watch = Watch::start(&place, [&vm]);
+    place.configure(OFTEN, [&vm]);
     let program = install(&place);
     let daemon = place.daemon_of("ebb");
     squeeze(&daemon, &vm);
@@ -135,7 +132,7 @@ fn a_program_that_cannot_be_executed_any_more_gives_everything_back() {
 fn a_state_file_that_was_removed_is_there_again_before_it_is_needed() {
     let Some(place) = Place::new() else { return };
     let vm = place.standin("emptied", false);
-    let daemon = place.daemon(OFTEN, &[&vm]);
+    let daemon = place.daemon(OFTEN, [&vm]);
     squeeze(&daemon, &vm);
     wait_ticks(&daemon, 2);
     let before = place.owned();
@@ -151,8 +148,7 @@ fn a_state_file_that_was_removed_is_there_again_before_it_is_needed() {
     }
     assert_eq!(vm.truth().orders.len(), orders);
     daemon.crash();
-    let (code, said) = place.ebb("release");
-    assert_eq!(code, 0, "{said}");
+    place.release();
     vm.wait_size(RAM);
 }
 
@@ -167,7 +163,7 @@ fn a_second_daemon_and_a_release_beside_a_running_one_change_nothing() {
     wait_ticks(&daemon, 5);
     let truth = vm.truth();
     assert_eq!((truth.size, truth.orders.len()), (vm.least, orders), "{}", daemon.log());
-    end_whole(&place, daemon, watch, &[&vm]);
+    Scene { place, vms: vec![vm], watch, daemon }.end_whole();
 }
 
 /// In the middle of giving back: a daemon that stops, and `ebb release`.
@@ -201,7 +197,7 @@ fn who_is_killed_while_it_gives_back_leaves_the_rest_to_the_next() {
         let state = daemon.state().unwrap().to_string();
         assert!(!state.contains("was set, not by Ebb"), "{}", daemon.log());
         vm.tell(&json!({ "speed": 1 << 30 }));
-        end_whole(&place, daemon, watch, &[&vm]);
+        Scene { place, vms: vec![vm], watch, daemon }.end_whole();
     }
 }
 
@@ -212,7 +208,7 @@ fn a_size_that_is_set_while_no_daemon_runs_is_theirs_where_it_cannot_be_ebbs() {
     for (set, whole) in [(100, 100), (300, 512)] {
         let Some(place) = Place::new() else { return };
         let vm = place.standin(&format!("dead{set}"), false);
-        let daemon = place.daemon(OFTEN, &[&vm]);
+        let daemon = place.daemon(OFTEN, [&vm]);
         squeeze(&daemon, &vm);
         daemon.crash();
         vm.tell(&json!({ "order": set * MIB, "need": 32 * MIB }));
@@ -239,7 +235,7 @@ fn a_vm_that_is_not_managed_any_more_is_given_back_and_not_spoken_to() {
     let before = vm.truth().commands;
     wait_ticks(&daemon, 10);
     assert_eq!(vm.truth().commands, before);
-    end_whole(&place, daemon, watch, &[&vm]);
+    Scene { place, vms: vec![vm], watch, daemon }.end_whole();
 }
 
 /// It serves its VMs, and takes the next reload.
@@ -290,24 +286,22 @@ fn release_gives_back_from_a_state_file_that_cannot_be_written() {
 /// As on a full disk: nothing can be put beside it that would replace it.
 #[test]
 fn while_the_state_file_cannot_be_written_memory_is_only_given() {
-    let Some(place) = Place::new() else { return };
-    let vms = ["needs", "idles"].map(|n| place.standin(n, false));
-    let [needs, idles] = &vms;
-    let watch = Watch::start(&place, &[needs, idles]);
-    let daemon = place.daemon(OFTEN, &[needs, idles]);
-    squeeze(&daemon, needs);
+    let Some(scene) = Scene::new(OFTEN, &[("needs", false), ("idles", false)]) else { return };
+    let Scene { place, vms, watch, daemon } = &scene;
+    let [needs, idles] = &vms[..] else { unreachable!() };
+    squeeze(daemon, needs);
     fs::create_dir(place.file("state.new")).unwrap();
     needs.tell(&json!({ "need": needs.least - 6 * MIB }));
     needs.wait_for("help in need", |t| t.size >= needs.least + 32 * MIB);
     for _ in 0..5 {
         daemon.reclaim_vm(&idles.name).unwrap();
-        wait_ticks(&daemon, 2);
+        wait_ticks(daemon, 2);
     }
     assert!(idles.truth().orders.is_empty(), "{:?}", idles.truth());
     watch.check();
     fs::remove_dir(place.file("state.new")).unwrap();
-    squeeze(&daemon, idles);
-    end_whole(&place, daemon, watch, &[needs, idles]);
+    squeeze(daemon, idles);
+    scene.end_whole();
 }
 
 /// Its socket is removed, and is there again.
@@ -328,8 +322,7 @@ fn a_vm_that_cannot_be_reached_stays_owed_until_it_can() {
     let names: Vec<String> = place.owned().vms.into_iter().map(|v| v.name).collect();
     assert_eq!(names, [vm.name.as_str()]);
     fs::rename(&away, &socket).unwrap();
-    let (code, said) = place.ebb("release");
-    assert_eq!(code, 0, "{said}");
+    place.release();
     vm.wait_size(RAM);
     assert_eq!(place.owned(), Default::default());
     watch.end();

@@ -182,9 +182,10 @@ impl Place {
     }
 
     /// Writes a configuration for these VMs and no others; `ticks`: [`USUAL`] or [`OFTEN`].
-    pub fn configure(&self, ticks: &str, vms: &[&Standin]) -> Config {
+    pub fn configure<'a>(&self, ticks: &str, vms: impl IntoIterator<Item = &'a Standin>) -> Config {
         let d = self.dir.path().display();
-        let vms: String = vms.iter().map(|vm| format!("[vm.\"{}\"]\n", vm.name)).collect();
+        let vms = vms.into_iter().map(|vm| format!("[vm.\"{}\"]\n", vm.name));
+        let vms: String = vms.collect();
         let text = format!(
             "[daemon]\nsocket = \"{d}/ebb.sock\"\nstate_file = \"{d}/state.json\"\n{ticks}\
              [host]\nvms = \"listed\"\nprograms = [\"{}\"]\n{vms}",
@@ -195,7 +196,7 @@ impl Place {
     }
 
     /// Starts a daemon with that.
-    pub fn daemon(&self, ticks: &str, vms: &[&Standin]) -> Daemon {
+    pub fn daemon<'a>(&self, ticks: &str, vms: impl IntoIterator<Item = &'a Standin>) -> Daemon {
         self.configure(ticks, vms);
         self.daemon_again()
     }
@@ -208,6 +209,12 @@ impl Place {
     /// The same by a program that lies here.
     pub fn daemon_of(&self, program: &str) -> Daemon {
         Daemon::start_program(&self.file(program), self.dir.path(), &[]).unwrap()
+    }
+
+    /// Has `ebb release` give everything back.
+    pub fn release(&self) {
+        let (code, said) = self.ebb("release");
+        assert_eq!(code, 0, "{said}");
     }
 
     /// Runs `ebb COMMAND` with the daemon's configuration: exit code and what it said.

@@ -52,10 +52,9 @@ fn faults_in_any_order_leave_to_each_what_it_is_owed_3() {
 }
 
 fn run(number: u64) {
-    let of = |name: &str, usual| std::env::var(name).map_or(usual, |v| v.parse().unwrap());
-    let (seed, steps) = (of("EBB_SEED", 0) * 10 + number, of("EBB_STEPS", 40));
+    let seed = set("EBB_SEED").unwrap_or(0) * 10 + number;
     let Some(mut run) = Run::new(seed) else { return };
-    for _ in 0..steps {
+    for _ in 0..set("EBB_STEPS").unwrap_or(40) {
         run.step();
         let found = run.watch.found();
         assert!(found.is_empty(), "{}", found.join("\n"));
@@ -83,9 +82,8 @@ impl Run {
                 set_by_others: None,
             })
             .collect();
-        let standins: Vec<&Standin> = vms.iter().map(|vm| &vm.standin).collect();
-        let watch = Watch::start(&place, &standins);
-        let daemon = Some(place.daemon(OFTEN, &standins));
+        let watch = Watch::start(&place, vms.iter().map(|vm| &vm.standin));
+        let daemon = Some(place.daemon(OFTEN, vms.iter().map(|vm| &vm.standin)));
         let rng = Rng::with_seed(seed);
         Some(Run { seed, place, vms, watch, daemon, rng, done: Vec::new() })
     }
