@@ -7,8 +7,10 @@ mod moves;
 mod plugged;
 mod session;
 
+use std::process::Output;
+
 use ebb_core::config::NAMESPACE;
-use ebb_lab::libvirt::{Domain, Libvirtd};
+use ebb_lab::libvirt::{Domain, Kind, Libvirtd};
 
 use super::*;
 
@@ -20,6 +22,11 @@ const RAM: Bytes = Bytes::mib(512);
 /// More than is left of a guest that was squeezed.
 const HOG: &str = "size=314572800 pattern=random seed=1";
 const BALLOON: &str = "<memballoon model='virtio' autodeflate='on' freePageReporting='off'/>";
+
+/// A libvirtd beside any test.
+fn host(kind: Kind) -> (Arena, Libvirtd) {
+    (Arena::beside(Beside::AnyTest).unwrap(), Libvirtd::start_as(kind).unwrap())
+}
 
 fn boot(libvirtd: &Libvirtd, name: &str) -> Domain {
     libvirtd.boot(name, RAM, BALLOON, "").unwrap()
@@ -67,6 +74,13 @@ fn wait_down(daemon: &Daemon, name: &str) {
     wait_vm(daemon, name, "a link that is down", |vm| vm["link"]["state"] != "up");
 }
 
+/// Has its guest hold more than it was left with, and waits until it was given that.
+fn needs_memory(domain: &Domain, daemon: &Daemon, name: &str) {
+    domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
+    wait_given(daemon, name);
+    domain.tool().stop("hog").unwrap();
+}
+
 /// Waits until it has more than it was left with.
 fn wait_given(daemon: &Daemon, name: &str) {
     let given = |vm: &Value| vm["actual"].as_u64() > Some(Bytes::mib(330).0);
@@ -109,6 +123,12 @@ fn squeeze_balloon(libvirtd: &Libvirtd, daemon: &Daemon, name: &str, most: Bytes
     libvirtd.wait(&format!("the balloon of {name} to be small"), small).unwrap();
 }
 
+/// Runs a command of `ebb` where this libvirtd is.
+fn says(libvirtd: &Libvirtd, config: &Path, command: &[&str]) -> Output {
+    let mut ebb = Command::new(libvirtd.program().unwrap());
+    ebb.arg("--config").arg(config).args(command).output().unwrap()
+}
+
 /// Whether libvirt has QEMU ask this domain's guest for statistics.
 fn asks_for_statistics(libvirtd: &Libvirtd, name: &str) -> bool {
     libvirtd.virsh(&["dumpxml", name]).unwrap().contains("<stats period=")
@@ -116,8 +136,7 @@ fn asks_for_statistics(libvirtd: &Libvirtd, name: &str) -> bool {
 
 #[test]
 fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let domain = boot(&libvirtd, "tame");
     libvirtd.boot("rigid", RAM, "<memballoon model='none'/>", "").unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -174,17 +193,14 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
 
 #[test]
 fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let (one, _two, _dir, daemon) = two_watched(&libvirtd, ["hit", "spared"]);
     daemon.squeeze("hit", Bytes::mib(300)).unwrap();
 
     // A libvirtd that is killed and started again: orders go on.
     libvirtd.kill_and_start().unwrap();
     wait_up(&daemon, "hit");
-    one.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
-    wait_given(&daemon, "hit");
-    one.tool().stop("hog").unwrap();
+    needs_memory(&one, &daemon, "hit");
 
     // A QEMU that hangs: its neighbour is asked and told as before.
     wait_up(&daemon, "spared");
@@ -211,8 +227,7 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
 /// `virsh dump` into a FIFO without a reader: libvirt keeps the domain locked.
 #[test]
 fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let (one, _two, _dir, daemon) = two_watched(&libvirtd, ["free", "locked"]);
     daemon.squeeze("free", Bytes::mib(300)).unwrap();
     daemon.squeeze("locked", Bytes::mib(300)).unwrap();
@@ -241,22 +256,19 @@ fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
 
 #[test]
 fn vm_what_a_crash_left_owed_is_returned_through_libvirt() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let (_domain, _dir, daemon) = watched(&libvirtd, "owed");
     daemon.squeeze("owed", Bytes::mib(300)).unwrap();
-    let config = daemon.config().display().to_string();
+    let config = daemon.config();
     daemon.crash();
-    let mut release = std::process::Command::new(libvirtd.program().unwrap());
-    let said = release.args(["--config", &config, "release"]).output().unwrap();
+    let said = says(&libvirtd, &config, &["release"]);
     assert!(said.status.success(), "{said:?}");
     wait_size(&libvirtd, "owed", |b| b == RAM);
 }
 
 #[test]
 fn vm_what_virsh_does_meanwhile_is_respected() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let (domain, _dir, daemon) = watched(&libvirtd, "busy");
     let virsh = |args: &[&str]| libvirtd.virsh(args).unwrap();
     let wait = |what: &str, key: &str, value: &str| {
@@ -308,9 +320,9 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
 #[test]
 fn vm_many_domains_of_libvirt_cost_little() {
     let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let set = std::env::var("EBB_DOMAINS").ok().and_then(|v| v.parse().ok());
     let libvirtd = Libvirtd::start().unwrap();
-    let names: Vec<String> = (0..set.unwrap_or(50)).map(|i| format!("many-{i}")).collect();
+    let names: Vec<String> =
+        (0..set("EBB_DOMAINS").unwrap_or(50)).map(|i| format!("many-{i}")).collect();
     for name in &names {
         libvirtd.start_paused(name, Bytes::mib(64), BALLOON).unwrap();
     }
@@ -339,8 +351,7 @@ fn vm_many_domains_of_libvirt_cost_little() {
 #[test]
 fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     const SMALL: Bytes = Bytes::mib(256);
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let more = format!(
         "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='160MiB' max='240MiB' weight='2' \
          group='acme'/></metadata>"
@@ -380,9 +391,7 @@ fn vm_metadata_of_a_domain_is_followed_and_wrong_metadata_takes_nothing() {
     assert!(words.contains("min 160 MiB") && words.contains("ebb.toml sets weight"), "{words}");
     wait_size(&libvirtd, "meta", |b| b <= Bytes::mib(240));
     let says = |command: &[&str]| {
-        let mut ebb = std::process::Command::new(libvirtd.program().unwrap());
-        let config = daemon.config().display().to_string();
-        let out = ebb.args(["--config", &config]).args(command).output().unwrap();
+        let out = says(&libvirtd, &daemon.config(), command);
         String::from_utf8_lossy(&out.stdout).into_owned()
     };
     let text = says(&["explain", "meta"]);

@@ -33,16 +33,6 @@ use super::*;
 
 const SOON: Duration = Duration::from_secs(10);
 
-/// The machine, for tests that start VMs.
-fn held() -> Arena {
-    Arena::beside(Beside::Tests).unwrap()
-}
-
-/// All of them in long runs, else the newer one.
-fn kernels() -> &'static [Kernel] {
-    if seconds() >= 60 { &Kernel::ALL } else { &[Kernel::V6_12] }
-}
-
 /// How often a turn is taken in each guest.
 fn rounds() -> u64 {
     (seconds() / 30).clamp(3, 20)
@@ -125,11 +115,23 @@ impl Guest {
         stat.u64("checks")
     }
 
+    /// What its kernel says that is wrong.
+    fn complaints(&self) -> String {
+        self.sh("dmesg | grep -E 'BUG|WARNING|Oops|please report' | head -n 3")
+    }
+
     /// The module's own comparison of each bit with the allocator.
     fn audit_false(&self) -> u64 {
         let text = self.sh("cat /sys/kernel/debug/ebb/audit");
         let line = text.lines().find_map(|l| l.strip_prefix("false "));
         line.and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("no audit: {text}"))
+    }
+}
+
+/// Waits until it has booted again; a boot that hangs is told with all that is known of it.
+fn wait_booted(guest: &mut Guest, recycling: &Recycling, after: &str) {
+    if let Err(e) = guest.vm.wait_ready() {
+        panic!("{after}: {e}\n{:?}\n{}", recycling.seen(), registers(&guest.vm));
     }
 }
 

@@ -7,7 +7,7 @@ use super::*;
 
 const RAM: Bytes = Bytes::mib(512);
 /// What each guest touches and frees.
-const HELD: &str = "size=268435456";
+const HELD: Bytes = Bytes::mib(256);
 /// Two guests that have touched so much and hold it fit, but not beside the reserve.
 const LIMIT: Bytes = Bytes::gib(1);
 const SHORT: &str = "reserve = \"420MiB\"";
@@ -25,8 +25,7 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
         let mut config = stock(name, RAM);
         config.cgroup = Some(dir);
         let vm = Vm::start(&config).unwrap();
-        vm.tool().start_ready("h", "hold", HELD, MINUTE).unwrap();
-        vm.tool().stop("h").unwrap();
+        touch_and_free(&vm, HELD);
         vm
     };
     // One in a cgroup of its own, as systemd has it.
@@ -41,11 +40,7 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
     let shrunk = |s: &Value| {
         let gave = |name| RAM - actual(s, name);
         let both = gave("lim1") > Bytes::mib(64) && gave("lim2") > Bytes::mib(64);
-        let limit = s["host"]["limits"]
-            .as_array()?
-            .iter()
-            .find(|l| l["name"].as_str().is_some_and(|name| name.ends_with("/slice")))?;
-        (both && actual(s, "lim3") == RAM).then(|| limit.clone())
+        (both && actual(s, "lim3") == RAM).then(|| limit_of_slice(s).cloned())?
     };
     let limit = daemon.wait_for("two VMs that give", MINUTE, shrunk).unwrap();
     assert_eq!(limit["vms"], 2, "{limit}");
@@ -57,21 +52,14 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
     // The host has what the slice lacks: the slice's usage falls until it keeps its reserve.
     daemon
         .wait_for("a slice that has its reserve", MINUTE, |s| {
-            let state = s["host"]["limits"]
-                .as_array()?
-                .iter()
-                .find(|l| l["name"].as_str().is_some_and(|name| name.ends_with("/slice")));
-            let soft = state.is_none_or(|l| l["state"] == "clear" || l["state"] == "soft");
-            (soft && slice.usage() < held - Bytes::mib(128)).then_some(())
+            let limit = limit_of_slice(s);
+            let soft = limit.is_none_or(|l| l["state"] == "clear" || l["state"] == "soft");
+            soft && slice.usage() < held - Bytes::mib(128)
         })
         .unwrap();
     // Who needs it again gets it from below the slice's limit, and nobody is harmed.
-    one.tool().start_ready("again", "hold", HELD, MINUTE).unwrap();
-    one.tool().stop("again").unwrap();
-    for vm in [&two, &three] {
-        vm.tool().start_ready("well", "hold", "size=16777216", MINUTE).unwrap();
-        vm.tool().stop("well").unwrap();
-    }
+    touch_and_free(&one, HELD);
+    [&two, &three].iter().for_each(|vm| touch_and_free(vm, Bytes::mib(16)));
     let state = daemon.state().unwrap();
     assert_eq!(actual(&state, "lim3"), RAM, "{state}");
     assert_eq!(slice.swap(), Bytes::ZERO);
@@ -101,10 +89,7 @@ fn vm_what_is_given_in_a_slice_without_swap_has_no_vm_killed() {
     });
     let vms = guest_stack::boot(&configs).unwrap();
     // Some of their RAM is never touched, so that it is not seen what their QEMUs hold themselves.
-    for vm in &vms {
-        vm.tool().start_ready("w", "hold", "size=314572800", MINUTE).unwrap();
-        vm.tool().stop("w").unwrap();
-    }
+    vms.iter().for_each(|vm| touch_and_free(vm, Bytes::mib(300)));
     std::thread::sleep(Duration::from_secs(20));
     let dir = tempfile::tempdir().unwrap();
     let config = "reserve = \"200MiB\"\n[defaults]\nmin = \"48%\"\n";

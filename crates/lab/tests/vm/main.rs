@@ -48,6 +48,11 @@ const NOBODY: u32 = 65534;
 /// Merging as fast as `ksmd` can; a scan's time is to be added.
 const MERGING: &str = "[merge]\nmode = \"on\"\ncpu = \"100%\"\ncpu_clear = \"100%\"\n";
 
+/// The machine, for tests that measure or that start several VMs.
+fn held() -> Arena {
+    Arena::beside(Beside::Tests).unwrap()
+}
+
 /// A number that the environment sets.
 fn set<T: std::str::FromStr>(name: &str) -> Option<T> {
     std::env::var(name).ok()?.parse().ok()
@@ -117,6 +122,12 @@ fn touch_and_free(vm: &Vm, size: Bytes) {
 /// What the agent of one VM in the daemon's state has given back, bytes.
 fn recycled(vm: &Value) -> u64 {
     vm["agent"]["counters"]["recycled"].as_u64().unwrap_or(0)
+}
+
+/// What the daemon's state has of a cgroup `slice` with a limit.
+fn limit_of_slice(state: &Value) -> Option<&Value> {
+    let mut limits = state["host"]["limits"].as_array()?.iter();
+    limits.find(|l| l["name"].as_str().is_some_and(|name| name.ends_with("/slice")))
 }
 
 /// Waits until its balloon leaves the guest about so much.

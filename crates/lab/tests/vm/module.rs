@@ -122,8 +122,3 @@ impl Guest {
         self.sh("dmesg | grep -E 'BUG|WARNING|Oops|please report|refused' | head -n 5")
     }
 }
-
-/// The machine, for tests that start VMs.
-fn held() -> Arena {
-    Arena::beside(Beside::Tests).unwrap()
-}

@@ -23,11 +23,6 @@ fn config(name: &str, kernel: Kernel) -> VmConfig {
     config
 }
 
-/// The machine, for tests that measure or that start several VMs.
-fn held() -> Arena {
-    Arena::beside(Beside::Tests).unwrap()
-}
-
 #[test]
 fn vm_both_kernels_boot_and_keep_their_memory() {
     let _arena = held();
@@ -246,28 +241,27 @@ fn vm_verify_finds_a_flipped_bit() {
     assert!(end.u64("errors") > 0 && end.u64("expected") != end.u64("found"), "{end:?}");
 }
 
-/// A child of the lab that holds an arena, and what its first line says.
-fn hold_arena(args: &[&str]) -> (Child, String) {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_ebb-lab"))
-        .arg("hold-arena")
-        .args(args)
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+/// A lab at work, and the first line that it says.
+fn lab(args: &[&str]) -> (Child, String) {
+    let mut lab = Command::new(env!("CARGO_BIN_EXE_ebb-lab"));
+    let mut child = lab.args(args).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    (child, line.trim().trim_start_matches("held ").to_string())
+    (child, line)
+}
+
+/// Only root may set up what an arena has.
+fn is_root() -> bool {
+    let is_root = rustix::process::geteuid().is_root();
+    if !is_root {
+        eprintln!("skipped: needs root");
+    }
+    is_root
 }
 
 #[test]
 fn vm_dies_with_a_lab_that_is_killed() {
-    let mut lab = Command::new(env!("CARGO_BIN_EXE_ebb-lab"))
-        .args(["boot", "--memory", "256MiB"])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut line = String::new();
-    BufReader::new(lab.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let (mut lab, line) = lab(&["boot", "--memory", "256MiB"]);
     let word = |key: &str| line.split_whitespace().skip_while(|w| *w != key).nth(1).unwrap();
     let qemu = PathBuf::from(format!("/proc/{}/cmdline", word("pid")));
     let run_dir = PathBuf::from(word("qmp")).parent().unwrap().to_path_buf();
@@ -286,35 +280,34 @@ fn swaps() -> usize {
 
 #[test]
 fn vm_arena_is_restored_after_sigkill_and_sigterm() {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root");
+    if !is_root() {
         return;
     }
     let knob = format!("--knob={KSM_SLEEP}=77");
-    let args = ["--budget=64MiB", "--swap=32MiB", &knob];
+    let args = ["hold-arena", "--budget=64MiB", "--swap=32MiB", &knob];
     let arena = Arena::beside(Beside::Alone).unwrap();
     let (old, before) = (fs::read_to_string(KSM_SLEEP).unwrap(), swaps());
     drop(arena);
-    for signal in [rustix::process::Signal::KILL, rustix::process::Signal::TERM] {
-        let (mut child, cgroup) = hold_arena(&args);
+    for signal in [Signal::KILL, Signal::TERM] {
+        let (mut child, line) = lab(&args);
+        let cgroup = line.trim().trim_start_matches("held ");
         assert_eq!(fs::read_to_string(KSM_SLEEP).unwrap().trim(), "77");
         assert_eq!(swaps(), before + 1);
-        assert!(PathBuf::from(&cgroup).is_dir(), "{cgroup}");
-        rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
+        assert!(Path::new(cgroup).is_dir(), "{cgroup}");
+        crate::signal(child.id(), signal);
         child.wait().unwrap();
         // After SIGKILL it is this that restores; and it keeps others away.
         let _arena = Arena::beside(Beside::Alone).unwrap();
         assert_eq!(fs::read_to_string(KSM_SLEEP).unwrap(), old);
         assert_eq!(swaps(), before);
-        assert!(!PathBuf::from(&cgroup).exists(), "{cgroup}");
+        assert!(!Path::new(cgroup).exists(), "{cgroup}");
     }
     assert_eq!(arena::clean(&Places::here()).unwrap(), Ok(0));
 }
 
 #[test]
 fn vm_a_budget_makes_vms_swap_and_leaves_no_trace() {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root");
+    if !is_root() {
         return;
     }
     let swap = SwapConfig { size: Bytes::mib(512), kind: SwapKind::Any, priority: 5 };

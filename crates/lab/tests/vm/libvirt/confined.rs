@@ -1,14 +1,11 @@
 //! Tier guest in a domain as Debian's libvirt starts it: QEMU as `libvirt-qemu`, with a mount
 //! namespace of its own and seccomp's sandbox. AppArmor is not part of it.
 
-use ebb_lab::libvirt::{Kind, Libvirtd};
-
 use super::*;
 
 #[test]
 fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start_as(Kind::Confined).unwrap();
+    let (_arena, libvirtd) = host(Kind::Confined);
     let domain = libvirtd.boot_with_agent("confined", RAM, BALLOON).unwrap();
     let status = std::fs::read_to_string(format!("/proc/{}/status", domain.pid())).unwrap();
     let has = |line: &str| status.lines().any(|l| l == line);

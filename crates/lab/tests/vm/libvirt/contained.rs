@@ -1,14 +1,11 @@
 //! A domain whose libvirt is in a container: mount and pid namespaces of their own, as KubeVirt's
 //! pods have them. Ebb runs outside.
 
-use ebb_lab::libvirt::{Kind, Libvirtd};
-
 use super::*;
 
 #[test]
 fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start_as(Kind::Contained).unwrap();
+    let (_arena, libvirtd) = host(Kind::Contained);
     let _domain = boot(&libvirtd, "pod");
     let (dir, daemon) = watch(&["pod"], "");
     std::thread::sleep(Duration::from_secs(3));

@@ -37,8 +37,7 @@ fn check_data(libvirtd: &Libvirtd, name: &str) {
 /// libvirt renames only domains that do not run.
 #[test]
 fn vm_a_domain_that_is_renamed_is_owed_nothing_and_followed_by_its_new_name() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let _domain = boot(&libvirtd, "before");
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(&libvirtd, dir.path(), &["before", "after"]);
@@ -57,8 +56,7 @@ fn vm_a_domain_that_is_renamed_is_owed_nothing_and_followed_by_its_new_name() {
 
 #[test]
 fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let (domain, _dir, daemon) = watched(&libvirtd, "kept");
     begin_checks(&domain, &daemon, "kept");
     daemon.squeeze("kept", SMALL).unwrap();
@@ -75,8 +73,7 @@ fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
 /// What is owed is in the note alone: the daemon's state file has gone, too.
 #[test]
 fn vm_a_domain_that_is_reverted_to_a_snapshot_has_its_memory() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let disk = libvirtd.dir().join("snap.qcow2").display().to_string();
     let made =
         Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &disk, "16M"]).status();

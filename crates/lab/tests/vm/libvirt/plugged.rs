@@ -9,8 +9,7 @@ const DEVICE: &str = "<memory model='virtio-mem'><target><size unit='MiB'>256</s
 
 #[test]
 fn vm_virtio_mem_is_plugged_while_a_domain_is_owed_memory_and_it_is_given_back() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start().unwrap();
+    let (_arena, libvirtd) = host(Kind::Root);
     let domain = libvirtd.boot("grown", RAM, BALLOON, ROOM).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(&libvirtd, dir.path(), &["grown"]);
@@ -31,9 +30,7 @@ fn vm_virtio_mem_is_plugged_while_a_domain_is_owed_memory_and_it_is_given_back()
     std::thread::sleep(Duration::from_secs(3));
     let small = looked_at(RAM, Bytes::mib(330));
     wait_vm(&daemon, "grown", "the device", small);
-    domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
-    wait_given(&daemon, "grown");
-    domain.tool().stop("hog").unwrap();
+    needs_memory(&domain, &daemon, "grown");
     daemon.squeeze("grown", Bytes::mib(300)).unwrap();
 
     let plugged = Bytes::mib(128);

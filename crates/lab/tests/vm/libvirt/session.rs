@@ -4,14 +4,13 @@ use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 
 use ebb_core::config::NAMESPACE;
-use ebb_lab::libvirt::{Kind, Libvirtd, USER};
+use ebb_lab::libvirt::USER;
 
 use super::*;
 
 #[test]
 fn vm_a_domain_of_a_users_session_is_ballooned_and_sets_nothing() {
-    let _arena = Arena::beside(Beside::AnyTest).unwrap();
-    let libvirtd = Libvirtd::start_as(Kind::Session).unwrap();
+    let (_arena, libvirtd) = host(Kind::Session);
     let metadata = format!(
         "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='400MiB' manage='no'/></metadata>"
     );

@@ -3,7 +3,7 @@
 //!
 //! Protection and second reading are left out in `recycle`.
 
-use super::moves::{add_image, job};
+use super::moves::{add_image, snapshot};
 use super::resets::{Boot, Reset, brief, verify_boot};
 use super::*;
 
@@ -102,14 +102,13 @@ fn vm_without_the_tripwire_a_loaded_snapshot_is_taken_apart() {
     guest.start_verify(250 << 20, "");
     let recycling = guest.recycle();
     guest.verify_on(60_000);
-    let snapshot = json!({ "tag": "t", "vmstate": "snap", "devices": ["snap"] });
-    job(&guest.vm, "snapshot-save", snapshot.clone());
+    snapshot(&guest, "snapshot-save");
     let lost = (0..10).find(|round| {
         recycling.wait_ready(&guest.vm);
         let goal = recycling.seen().recycled + Bytes::mib(16);
         guest.stop_verify();
         recycling.wait_recycled(&guest.vm, goal);
-        job(&guest.vm, "snapshot-load", snapshot.clone());
+        snapshot(&guest, "snapshot-load");
         let found = checked(&guest, 60_000);
         println!("no tripwire {round}: {found:?}");
         found.is_err()

@@ -136,9 +136,9 @@ fn verify(guest: &Guest, size: u64, seconds: u64) -> Result<u64, String> {
 #[test]
 fn vm_a_crash_kernel_has_memory_of_its_own_and_loses_nothing() {
     let _arena = held();
-    for kernel in kernels() {
+    for kernel in kernels(Kernel::V6_12) {
         let dir = tempfile::tempdir().unwrap();
-        let mut guest = Guest::boot(*kernel, |c| {
+        let mut guest = Guest::boot(kernel, |c| {
             config(c, dir.path());
             c.memory = Bytes::mib(768);
             c.append += " crashkernel=256M";
@@ -168,11 +168,11 @@ fn vm_resets_of_every_kind_during_recycling_lose_nothing() {
     let _arena = held();
     let set = set("EBB_RESETS");
     let (resets, each) = (set.unwrap_or(Reset::ALL.len()), if set.is_some() { 3 } else { 1 });
-    for kernel in kernels() {
-        storm(*kernel, Backing::Anonymous, (Firmware::Seabios, false), resets, each);
+    for kernel in kernels(Kernel::V6_12) {
+        storm(kernel, Backing::Anonymous, (Firmware::Seabios, false), resets, each);
         // Shared memory is protected and discarded in other ways.
         if set.is_some() {
-            storm(*kernel, Backing::Memfd, (Firmware::Seabios, false), resets / 5, each);
+            storm(kernel, Backing::Memfd, (Firmware::Seabios, false), resets / 5, each);
         }
     }
 }
@@ -201,10 +201,7 @@ fn vm_resets_by_the_hundred_hang_no_guest() {
             recycling.wait_recycled(&guest.vm, goal);
             let kind = [Reset::Button, Reset::SysrqB][round % 2];
             kind.of(&guest).unwrap();
-            if let Err(e) = guest.vm.wait_ready() {
-                let (seen, at) = (recycling.seen(), registers(&guest.vm));
-                panic!("{kernel} {round} {kind:?}: {e}\n{seen:?}\n{at}");
-            }
+            wait_booted(&mut guest, &recycling, &format!("{kernel} {round} {kind:?}"));
             if round.is_multiple_of(10) {
                 println!("{kernel} {round} {kind:?}: boot {:.1?}", guest.vm.boot_time);
             }
@@ -225,11 +222,12 @@ fn vm_resets_of_uefi_guests_during_recycling_lose_nothing() {
     let _arena = held();
     let set = set("EBB_RESETS");
     // All kernels at once, where the resets are counted: most of a reset is one vCPU's work.
-    let kernels = if set.is_some() { &Kernel::ALL } else { kernels() };
+    let all = set.is_some();
+    let kernels = if all { Kernel::ALL.to_vec() } else { kernels(Kernel::V6_12) };
     std::thread::scope(|scope| {
         for kernel in kernels {
             scope.spawn(move || {
-                storm(*kernel, Backing::Anonymous, (Firmware::Edk2, false), set.unwrap_or(3), 1);
+                storm(kernel, Backing::Anonymous, (Firmware::Edk2, false), set.unwrap_or(3), 1);
             });
         }
     });
@@ -240,8 +238,8 @@ fn vm_resets_of_uefi_guests_during_recycling_lose_nothing() {
 fn vm_resets_during_recycling_of_uefi_guests_with_s3_lose_nothing() {
     let _arena = held();
     let set = set("EBB_RESETS");
-    for kernel in kernels() {
-        storm(*kernel, Backing::Anonymous, (Firmware::Edk2, true), set.unwrap_or(3), 1);
+    for kernel in kernels(Kernel::V6_12) {
+        storm(kernel, Backing::Anonymous, (Firmware::Edk2, true), set.unwrap_or(3), 1);
     }
 }
 
@@ -293,23 +291,20 @@ fn storm(
         let before = recycling.seen();
         let kind = Reset::ALL[round % Reset::ALL.len()];
         kind.of(&guest).unwrap();
-        if let Err(e) = guest.vm.wait_ready() {
-            let (seen, at) = (recycling.seen(), registers(&guest.vm));
-            panic!("{kernel} {round} {kind:?}: {e}\n{seen:?}\n{at}");
-        }
+        let at = format!("{kernel} {round} {kind:?}");
+        wait_booted(&mut guest, &recycling, &at);
         // Whatever the map said, nobody believes it any more.
         let seen = recycling.seen();
-        assert!(seen.refused > before.refused, "{kernel} {round} {kind:?}: {seen:?}");
-        assert!(!recycling.is(AgentState::Ready), "{kernel} {round} {kind:?}: {seen:?}");
+        assert!(seen.refused > before.refused, "{at}: {seen:?}");
+        assert!(!recycling.is(AgentState::Ready), "{at}: {seen:?}");
         let boot = Boot::look(&guest).unwrap();
-        assert_eq!(boot.differs(&first), None, "{kernel} {round} {kind:?}");
-        checks +=
-            verify_boot(&guest, each).unwrap_or_else(|e| panic!("{kernel} {round} {kind:?}: {e}"));
+        assert_eq!(boot.differs(&first), None, "{at}");
+        checks += verify_boot(&guest, each).unwrap_or_else(|e| panic!("{at}: {e}"));
         if kinds.len() < Reset::ALL.len() {
             kinds.push((kind, 0));
         }
         kinds[round % Reset::ALL.len()].1 += 1;
-        println!("{kernel} {round} {kind:?}: boot {:.1?}", guest.vm.boot_time);
+        println!("{at}: boot {:.1?}", guest.vm.boot_time);
     }
     let seen = recycling.seen();
     println!("{kernel}: {kinds:?}, {checks} pages checked, {seen:?}");

@@ -67,9 +67,7 @@ fn vm_what_is_merged_and_freed_in_a_full_cgroup_has_no_vm_killed() {
     let left = |s: &Value| {
         slice.resize(slice.usage() + Bytes::mib(14)).unwrap();
         std::thread::sleep(Duration::from_secs(3));
-        let limits = s["host"]["limits"].as_array()?;
-        let own = limits.iter().find(|l| l["name"].as_str().is_some_and(|n| n.ends_with("slice")));
-        let headroom = own?["headroom"].as_u64()?;
+        let headroom = limit_of_slice(s)?["headroom"].as_u64()?;
         (headroom < Bytes::mib(24).0).then_some(())
     };
     daemon.wait_for("a limit that is nearly reached", MINUTE, left).unwrap();
