@@ -25,11 +25,15 @@ impl Scene {
         Some(Scene { place, vms, watch, daemon })
     }
 
-    /// With one that deflates its balloon itself and one that does not, and memory of both taken.
-    fn squeezed_pair(ticks: &str) -> Option<Scene> {
-        let scene = Scene::new(ticks, &[("deflates", true), ("keeps", false)])?;
-        scene.vms.iter().for_each(|vm| squeeze(&scene.daemon, vm));
-        Some(scene)
+    /// With one that deflates its balloon itself and one that does not. Tests beside each other
+    /// need names of their own.
+    fn pair(name: &str, ticks: &str) -> Option<Scene> {
+        let names = [true, false].map(|deflates| format!("{name}-{deflates}"));
+        Scene::new(ticks, &[(&names[0], true), (&names[1], false)])
+    }
+
+    fn squeeze_all(&self) {
+        self.vms.iter().for_each(|vm| squeeze(&self.daemon, vm));
     }
 
     /// All have all their memory, the file says so, and nothing was broken meanwhile.
@@ -61,7 +65,8 @@ impl Scene {
 
 #[test]
 fn a_qemu_that_answers_in_250_ms_is_heard_helped_and_given_back() {
-    let Some(scene) = Scene::squeezed_pair(USUAL) else { return };
+    let Some(scene) = Scene::pair("slow", USUAL) else { return };
+    scene.squeeze_all();
     for vm in &scene.vms {
         vm.tell(&json!({ "latency_ms": 250, "need": vm.least - 6 * MIB }));
         vm.wait_for("help in need", |t| t.size >= vm.least + 32 * MIB);
@@ -152,7 +157,8 @@ fn an_operator_who_raises_or_lowers_a_size_is_not_fought() {
 
 #[test]
 fn garbage_errors_and_closed_sockets_cost_nobody_what_it_is_owed() {
-    let Some(scene) = Scene::squeezed_pair(OFTEN) else { return };
+    let Some(scene) = Scene::pair("odd", OFTEN) else { return };
+    scene.squeeze_all();
     let Scene { vms, watch, daemon, .. } = &scene;
     let every = |value: Value| -> Value {
         let commands = ["query-status", "query-balloon", "qom-list", "query-memory-size-summary"];
@@ -182,9 +188,7 @@ fn garbage_errors_and_closed_sockets_cost_nobody_what_it_is_owed() {
 /// QEMU has done what it was told, and nobody hears of it.
 #[test]
 fn an_order_whose_answer_is_lost_is_owed_all_the_same() {
-    let Some(scene) = Scene::new(OFTEN, &[("loses-true", true), ("loses-false", false)]) else {
-        return;
-    };
+    let Some(scene) = Scene::pair("loses", OFTEN) else { return };
     for vm in &scene.vms {
         wait_link(&scene.daemon, vm);
         vm.tell(&json!({ "loses": true }));
@@ -219,7 +223,8 @@ fn what_was_taken_over_a_socket_is_given_back_over_it_whatever_the_configuration
 
 #[test]
 fn a_guest_that_is_reset_has_all_its_memory_again() {
-    let Some(scene) = Scene::squeezed_pair(OFTEN) else { return };
+    let Some(scene) = Scene::pair("reset", OFTEN) else { return };
+    scene.squeeze_all();
     for vm in &scene.vms {
         vm.tell(&json!({ "reset": true }));
     }
