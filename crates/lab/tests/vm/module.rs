@@ -3,8 +3,9 @@
 //! and goes without a trace.
 //!
 //! Needs `cargo lab setup --headers`. `EBB_STRESS_SECONDS` sets how long the
-//! guests are stressed (20 by default). Guests have a ZONE_MOVABLE, so that memory
-//! can go offline.
+//! guests are stressed (20 by default). The module and a stress script travel on
+//! a disk, as a tar archive; guests have a ZONE_MOVABLE, so that memory can go
+//! offline.
 //!
 //! This file has the guest with the module, and what all tests ask of it.
 
@@ -33,9 +34,10 @@ const HELD: u32 = 1 << 15;
 
 const STRESS: &str = include_str!("module/stress.sh");
 
-/// A guest with the module at /ebb.ko, and with [`STRESS`].
+/// A guest with the module at /tmp/ebb.ko.
 struct Guest {
     vm: Vm,
+    _disk: tempfile::NamedTempFile,
 }
 
 type Numbers = BTreeMap<String, u64>;
@@ -43,18 +45,24 @@ type Numbers = BTreeMap<String, u64>;
 impl Guest {
     fn boot(kernel: Kernel, faults: bool, change: impl FnOnce(&mut VmConfig)) -> Guest {
         let image = Image::get(kernel).unwrap();
-        let stress = tempfile::NamedTempFile::new().unwrap();
-        fs::write(stress.path(), STRESS).unwrap();
+        let module = guest_stack::module(&image, faults).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        fs::copy(module, dir.path().join("ebb.ko")).unwrap();
+        fs::write(dir.path().join("stress"), STRESS).unwrap();
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        let mut tar = Command::new("tar");
+        tar.arg("cf").arg(disk.path()).arg("-C").arg(dir.path()).args(["ebb.ko", "stress"]);
+        assert!(tar.status().unwrap().success());
         let mut config = VmConfig::new(format!("module-{kernel}"), Bytes::gib(1));
         config.kernel = kernel;
         config.cpus = 2;
         config.append = "movablecore=384M".into();
-        config.files = vec![
-            ("ebb.ko".into(), guest_stack::module(&image, faults).unwrap()),
-            ("stress".into(), stress.path().into()),
-        ];
+        config.disks = vec![disk.path().into()];
         change(&mut config);
-        Guest { vm: Vm::start(&config).unwrap() }
+        let vm = Vm::start(&config).unwrap();
+        let guest = Guest { vm, _disk: disk };
+        guest.sh("tar xf /dev/vda -C /tmp");
+        guest
     }
 
     /// Runs a shell command that the OOM killer spares.
@@ -65,7 +73,7 @@ impl Guest {
 
     /// What insmod and the kernel said; the module's state is the judge.
     fn insmod(&self, arguments: &str) -> String {
-        self.sh(&format!("insmod /ebb.ko {arguments} 2>&1; dmesg | grep ebb: | tail -n 3"))
+        self.sh(&format!("insmod /tmp/ebb.ko {arguments} 2>&1; dmesg | grep ebb: | tail -n 3"))
     }
 
     fn numbers(&self, name: &str) -> Numbers {
@@ -89,7 +97,7 @@ impl Guest {
     /// A stress that fills memory to the brim may end with its shell killed, when nothing
     /// else is left to kill: what it did is done.
     fn stress(&self, kind: &str) {
-        let command = escape(&format!("sh /stress {kind} >/dev/null 2>&1 </dev/null"));
+        let command = escape(&format!("sh /tmp/stress {kind} >/dev/null 2>&1 </dev/null"));
         match self.vm.request(&format!("sh oom=-900 cmd={command}"), 5 * MINUTE) {
             Ok(_) => {}
             Err(VmError::Tool { error: ToolError::Refused { why, .. }, .. }) if why == "killed" => {

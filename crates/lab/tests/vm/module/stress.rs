@@ -25,7 +25,7 @@ fn stress(kernel: Kernel, arguments: &str) {
     tool.request("swapon dev=/dev/zram0 size=134217728", MINUTE).unwrap();
     tool.start("v", "verify", "size=200000000 seconds=100000 threads=2").unwrap();
     // Its answer comes when /tmp/go is gone.
-    let all = escape("sh /stress all >/dev/null 2>&1 </dev/null");
+    let all = escape("sh /tmp/stress all >/dev/null 2>&1 </dev/null");
     tool.send(&format!("sh oom=-900 cmd={all}")).unwrap();
     let until = Instant::now() + Duration::from_secs(seconds());
     let (mut audits, mut worst) = (0, 0.0f64);
@@ -72,7 +72,7 @@ fn vm_cpus_that_come_and_go_leave_no_false_bit() {
         let guest = Guest::boot(kernel, true, |_| ());
         let said = guest.insmod(&format!("fault={DYING}"));
         assert_eq!(guest.numbers("stats")["state"], RUNNING, "{kernel}: {said}");
-        let cpus = escape("sh /stress cpus >/dev/null 2>&1 </dev/null");
+        let cpus = escape("sh /tmp/stress cpus >/dev/null 2>&1 </dev/null");
         guest.vm.tool().send(&format!("sh oom=-900 cmd={cpus}")).unwrap();
         let rounds = if soak() { 15 } else { 3 };
         for round in 0..rounds {
