@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader};
 
 use anyhow::{Context, Result, bail};
 use ebb_core::tick::{Engine, Tick};
-use ebb_core::units::Bytes;
+use ebb_core::units::{Bytes, Stamp};
 use serde::Serialize;
 
 use crate::daemon_client;
@@ -20,6 +20,8 @@ use crate::view::{self, Decision};
 /// How long after an order its result is looked for.
 const RESULT_MS: u64 = 30_000;
 const DAY_MS: u64 = 86_400_000;
+/// `daemon.tick` at most.
+const LONGEST_TICK_MS: u64 = 60_000;
 
 /// A time of day, from and to, milliseconds after midnight UTC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +38,7 @@ impl Window {
         let minute = (number(0, 23)? * 60 + number(1, 59)?) * 60_000;
         match parts.len() {
             2 => Ok(Window(minute, minute + 60_000)),
-            // Ticks are up to a second apart.
+            // Ticks are mostly up to a second apart.
             3 => {
                 let second = minute + number(2, 59)? * 1000;
                 Ok(Window(second.saturating_sub(1000), second + 1000))
@@ -48,11 +50,21 @@ impl Window {
     fn holds(&self, wall_ms: u64) -> bool {
         (self.0..self.1).contains(&(wall_ms % DAY_MS))
     }
+
+    /// Whether it lies between these two ticks.
+    fn is_between(&self, from: &Moment, to: &Moment) -> bool {
+        from.wall_ms % DAY_MS < self.0
+            && self.1 <= to.wall_ms % DAY_MS
+            && to.at.since(from.at) <= 2 * LONGEST_TICK_MS
+    }
 }
 
 /// What a tick says of the VM.
 #[derive(Clone, Debug, Default, Serialize)]
 struct Moment {
+    /// The time of day may be set between two ticks; this goes on.
+    #[serde(skip)]
+    at: Stamp,
     wall_ms: u64,
     tick: u64,
     actual: Option<Bytes>,
@@ -129,12 +141,17 @@ fn moment(engine: &mut Engine, recorded: &Tick, name: &str) -> Option<Moment> {
             ..Moment::default()
         },
     };
-    Some(Moment { actual: vm.actual, resident: vm.resident, ..moment })
+    let at = recorded.sample.at;
+    Some(Moment { at, actual: vm.actual, resident: vm.resident, ..moment })
 }
 
 /// Orders in the window; without any, why there was none, each reason once.
 fn moments(all: &[Moment], window: Window) -> Vec<Moment> {
-    let inside: Vec<usize> = (0..all.len()).filter(|i| window.holds(all[*i].wall_ms)).collect();
+    let mut inside: Vec<usize> = (0..all.len()).filter(|i| window.holds(all[*i].wall_ms)).collect();
+    if inside.is_empty() {
+        let pairs = all.windows(2).enumerate();
+        inside.extend(pairs.filter(|(_, p)| window.is_between(&p[0], &p[1])).map(|(i, _)| i));
+    }
     let orders: Vec<usize> = inside.iter().copied().filter(|i| all[*i].to.is_some()).collect();
     let with_result = |i: &usize| Moment { result: result(all, *i), ..all[*i].clone() };
     if !orders.is_empty() {
@@ -150,11 +167,11 @@ fn result(all: &[Moment], i: usize) -> Option<String> {
     let order = all[i].to?;
     let later = all[i + 1..]
         .iter()
-        .take_while(|l| l.wall_ms <= all[i].wall_ms + RESULT_MS && l.tick > all[i].tick);
+        .take_while(|l| l.at.since(all[i].at) <= RESULT_MS && l.tick > all[i].tick);
     let there = |a: Bytes| a.abs_diff(order) < Bytes::mib(1);
     let end = later.clone().find(|l| l.to.is_some() || l.actual.is_some_and(there));
     let last = end.or(later.last())?;
-    let seconds = (last.wall_ms - all[i].wall_ms) as f64 / 1000.0;
+    let seconds = last.at.since(all[i].at) as f64 / 1000.0;
     Some(format!(
         "{seconds:.1} s later its size was {}, resident {} (before: {}, {}); host {}",
         size(last.actual),
@@ -219,6 +236,27 @@ mod tests {
             true
         });
         recorder.record().unpacked()
+    }
+
+    #[test]
+    fn a_clock_that_is_set_back_and_ticks_far_apart_are_answered_as_well() {
+        let moment = |at, wall_ms, to| Moment {
+            at: Stamp(at),
+            wall_ms,
+            tick: at,
+            actual: Some(Bytes::gib(1)),
+            to,
+            ..Moment::default()
+        };
+        let noon = DAY_MS / 2;
+        let order = moment(5_000, noon, Some(Bytes::mib(512)));
+        let all =
+            [order, moment(7_500, noon - 600_000, None), moment(67_500, noon - 540_000, None)];
+        let told = moments(&all, Window::parse("12:00").unwrap());
+        assert!(told[0].result.as_ref().unwrap().starts_with("2.5 s later"), "{told:?}");
+        let told = moments(&all, Window::parse("11:50:30").unwrap());
+        assert_eq!((told.len(), told[0].tick), (1, 7_500));
+        assert!(moments(&all, Window::parse("11:40").unwrap()).is_empty());
     }
 
     #[test]

@@ -106,7 +106,7 @@ impl Vm {
         let Some(size) = self.size().filter(|_| self.slow_since.is_none()) else { return };
         let open =
             self.ordered.is_some_and(|to| to + Bytes::mib(1) <= size) && !self.has_moved(now);
-        let left = self.loose && !self.grew.is_some_and(|at| now - at < TOLD_WITHIN);
+        let left = self.loose && self.grew.is_none_or(|at| now - at >= TOLD_WITHIN);
         if (left || open)
             && self.orders.is_empty()
             && self.device.is_some()

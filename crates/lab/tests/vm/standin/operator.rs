@@ -243,11 +243,9 @@ fn a_vm_that_is_not_managed_any_more_is_given_back_and_not_spoken_to() {
 fn a_reload_to_a_socket_that_cannot_be_used_goes_on_without_one() {
     let Some((place, vm, watch, daemon)) = squeezed("unheard", false) else { return };
     let orders = vm.truth().orders.len();
-    let (file, used) = (place.file("ebb.toml"), place.file("ebb.sock"));
-    let good = fs::read_to_string(&file).unwrap();
-    let folder = place.file("folder.sock");
+    let (used, folder) = (place.file("ebb.sock"), place.file("folder.sock"));
     fs::create_dir(&folder).unwrap();
-    fs::write(&file, good.replace("ebb.sock", "folder.sock")).unwrap();
+    place.reconfigure("ebb.sock", "folder.sock");
     daemon.reload();
     said(&daemon, "commands are not answered until that is mended");
     said(&daemon, "answers on no socket");
@@ -255,11 +253,10 @@ fn a_reload_to_a_socket_that_cannot_be_used_goes_on_without_one() {
     assert_eq!((vm.truth().size, vm.truth().orders.len()), (vm.least, orders));
     vm.tell(&json!({ "need": vm.least - 6 * MIB }));
     vm.wait_for("help in need", |t| t.size >= vm.least + 32 * MIB);
-    fs::write(&file, good).unwrap();
+    place.reconfigure("folder.sock", "ebb.sock");
     daemon.reload();
     wait_answer(&daemon);
-    end_whole(&place, daemon, watch, &[&vm]);
-    assert!(folder.is_dir());
+    Scene { place, vms: vec![vm], watch, daemon }.end_whole();
 }
 
 /// As a file system does after an error. What is owed is known, and needs no file to be given.
