@@ -117,7 +117,7 @@ vm-daemons:
 soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets, every hook left out
 	@$(BUILD)
 	@EBB_STRESS_SECONDS=600 EBB_RESETS=100 $(CARGO) test --release --workspace --test vm -- --test-threads=1 --nocapture \
-	  module:: recycle:: lifecycle:: merge:: ebb:: standin::many
+	  module:: recycle:: lifecycle:: merge:: ebb:: standin::many libvirt::vm_many_domains
 	@$(CARGO) test --release --quiet -p ebb-core --test growth -- --ignored
 
 bench: ## what a tick costs and how Ebb compares with others, on synthetic guests

@@ -225,6 +225,9 @@ impl Memory {
             vm.socket.clone_from(&o.socket);
             vm.ledger = o.ledger();
         }
+        // What is not written down was put back before this start.
+        let is_marked = |id: VmId| owned.marks.iter().any(|o| o.id == id);
+        self.vms.iter_mut().filter(|m| !is_marked(m.id)).for_each(|m| m.merge.was = None);
         for o in &owned.marks {
             let vm = self.vm_mut(o.id);
             vm.name = o.name.clone();

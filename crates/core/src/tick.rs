@@ -249,7 +249,9 @@ impl Engine {
         for asked in all {
             if !waits(&asked) {
                 now.push(asked.1);
-            } else if !later.iter().any(|(_, before)| *before == asked.1) {
+            } else if let Some(before) = later.iter_mut().find(|(_, its)| *its == asked.1) {
+                before.0 = asked.0;
+            } else {
                 later.push(asked);
             }
         }
@@ -323,8 +325,11 @@ impl Engine {
         // asked soon after it is asked at it, so that their turns fall together.
         let heeded = || rests.iter().filter(|(vm, _)| !matches!(vm.standing, Standing::Off(_)));
         let first = heeded().map(|(_, rest)| rest.map_or(at, |(until, _)| until)).min();
-        let first = first.map_or(at, |first| first.min(model.at.plus(tick_ms)));
-        let all_rest = || heeded().all(|(vm, _)| at_rest(vm, first.since(model.at)).is_some());
+        // Before an ordinary tick guests are not asked anew.
+        let first = first.map_or(at, |first| first.min(model.at.plus(tick_ms - 1)));
+        // What rests at it is asked at the one after it, or later.
+        let within_ms = first.since(model.at) + wait_ms;
+        let all_rest = || heeded().all(|(vm, _)| at_rest(vm, within_ms).is_some());
         let skips = first > at
             && is_clear
             && self.postponed.is_empty()

@@ -10,7 +10,7 @@
 //! pointers, and for the recorder to pack a tick, so that no client can slow a tick for long.
 
 use std::collections::VecDeque;
-use std::io::Read;
+use std::io::{Error, ErrorKind, Read};
 use std::net::IpAddr;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -172,6 +172,11 @@ pub fn bind(socket: &str, listen: Option<&str>) -> Result<Listeners> {
     Ok(Listeners { unix, tcp })
 }
 
+/// Whether [`bind`] failed because another process serves the socket: most likely another Ebb.
+pub fn is_served(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<Error>().is_some_and(|e| e.kind() == ErrorKind::AddrInUse)
+}
+
 /// Listens on a Unix socket that only root and its group may connect to. A file that is there
 /// already is replaced where it is a socket that is proven to have no listener: that no
 /// connection is taken now proves nothing.
@@ -185,7 +190,8 @@ fn bind_unix(path: &Path) -> Result<std::os::unix::net::UnixListener> {
     match std::fs::symlink_metadata(path) {
         Ok(m) if m.file_type().is_socket() => match net::connect(&socket()?, &address) {
             Ok(()) | Err(Errno::AGAIN) => {
-                anyhow::bail!("{shown} is served already: another ebb runs, or set daemon.socket")
+                let why = "is served already: another ebb runs, or set daemon.socket";
+                anyhow::bail!(Error::new(ErrorKind::AddrInUse, format!("{shown} {why}")))
             }
             Err(Errno::CONNREFUSED) => std::fs::remove_file(path)
                 .with_context(|| format!("cannot replace {shown}: remove it"))?,

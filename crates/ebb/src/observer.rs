@@ -73,11 +73,12 @@ impl Observer {
         verbose: bool,
     ) -> Result<Observer> {
         let create = |path: String| {
-            match std::fs::rename(&path, format!("{path}.old")) {
-                Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
-                _ => File::create(&path),
+            let is_file = std::fs::symlink_metadata(&path).is_ok_and(|m| m.is_file());
+            let old = format!("{path}.old");
+            if is_file && let Err(e) = std::fs::rename(&path, &old) {
+                say(&format!("the record of before is not kept as {old}: {e}"));
             }
-            .with_context(|| format!("cannot record to {path}"))
+            File::create(&path).with_context(|| format!("cannot record to {path}"))
         };
         let file = record.map(create).transpose()?.map(BufWriter::new);
         // Three ticks, where those are longer than the unit expects.

@@ -89,6 +89,7 @@ pub fn execute(memory: &Memory, state_file: Option<&str>, stops: impl Fn() -> bo
         command.env(VARIABLE, format!("{} {used}", std::process::id()));
     }
     if stops() {
+        let _ = state_file.map(|used| std::fs::remove_file(file(used)));
         return Ok(());
     }
     Err(command.exec()).with_context(|| format!("cannot execute {}", program.display()))

@@ -183,6 +183,7 @@ pub fn human(value: f64, unit: &str) -> String {
         "bytes" => ebb_core::units::Bytes(value as u64).to_string(),
         "seconds" if value < 1e-6 => format!("{:.1} ns", value * 1e9),
         "seconds" if value < 1e-3 => format!("{:.1} µs", value * 1e6),
+        "seconds" if value < 0.1 => format!("{:.1} ms", value * 1e3),
         "seconds" if value < 1.0 => format!("{:.0} ms", value * 1e3),
         "seconds" => format!("{value:.2} s"),
         "fraction" | "ratio" => format!("{:.2} %", value * 100.0),

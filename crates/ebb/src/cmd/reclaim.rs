@@ -31,8 +31,16 @@ struct Came {
     /// Recycled page by page.
     recycled: Bytes,
     ballooned: Bytes,
+    /// Zero pages that were freed.
+    zeros: Bytes,
     /// Until the last movement, seconds.
     seconds: f64,
+}
+
+impl Came {
+    fn taken(&self) -> Bytes {
+        self.recycled + self.ballooned + self.zeros
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -42,6 +50,7 @@ struct Now {
     pool: Option<Bytes>,
     recycled: Bytes,
     ballooned: Bytes,
+    zeros: Bytes,
 }
 
 impl Now {
@@ -53,6 +62,7 @@ impl Now {
             pool: state.host.pool.as_ref().map(|p| p.usage),
             recycled: vms().filter_map(|v| v.agent.as_ref()).map(|a| a.counters.recycled).sum(),
             ballooned: vms().map(|v| v.ballooned).sum(),
+            zeros: vms().filter_map(|v| v.tasks.zeros.as_ref()).map(|z| z.freed).sum(),
         }
     }
 
@@ -61,6 +71,7 @@ impl Now {
         far(self.resident, other.resident)
             || far(self.recycled, other.recycled)
             || far(self.ballooned, other.ballooned)
+            || far(self.zeros, other.zeros)
     }
 }
 
@@ -77,7 +88,7 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
     daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
     let came = watch(socket, &request, before)?;
     emit_as(json, &came, || Ok(text(&came)))?;
-    Ok(came.recycled + came.ballooned > Bytes::ZERO)
+    Ok(came.taken() > Bytes::ZERO)
 }
 
 /// The state of a tick that began after this was called.
@@ -122,17 +133,19 @@ fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
         pool: before.pool.zip(last.pool).map(|(b, l)| b - l),
         recycled: last.recycled - before.recycled,
         ballooned: last.ballooned - before.ballooned,
+        zeros: last.zeros - before.zeros,
         seconds: moved.duration_since(began).as_secs_f64(),
     })
 }
 
 fn text(c: &Came) -> String {
-    if c.recycled + c.ballooned == Bytes::ZERO {
+    if c.taken() == Bytes::ZERO {
         return "nothing was taken: `ebb status` and `ebb explain VM` say why\n".into();
     }
     let pool = c.pool.map_or(String::new(), |p| format!(", cgroup usage fell by {p}"));
+    let zeros = c.zeros.if_any(|zeros| format!(", {zeros} of zeros freed"));
     format!(
-        "{} recycled, {} ballooned in {:.1} s: residency fell by {}, host memory free rose by {}{pool}\n",
+        "{} recycled, {} ballooned{zeros} in {:.1} s: residency fell by {}, host memory free rose by {}{pool}\n",
         c.recycled, c.ballooned, c.seconds, c.resident, c.host_free
     )
 }

@@ -1,7 +1,7 @@
 //! `ebb run`: the daemon.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ebb_core::config::{Config, KSM_NOTE, MergeMode};
@@ -27,6 +27,8 @@ use crate::state::StateFile;
 /// How long QEMUs and guests may take when Ebb stops. What is left then stays written
 /// down; `TimeoutStopSec=` of the unit is longer.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How often it is tried to listen on a socket that could not be used.
+const BIND_AGAIN: Duration = Duration::from_secs(60);
 /// The same for closing VMs to KSM at the end: what is merged is copied then.
 const MARKS: Duration = Duration::from_secs(12);
 
@@ -48,10 +50,9 @@ pub fn main(
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
     // VMs that are owed something are served also where commands cannot be.
     let listeners = match api::bind(&config.socket, config.listen.as_deref()) {
-        Err(e) if remembered.is_some() || !owned.is_empty() => {
-            say(&format!(
-                "commands are not answered until that is mended, and Ebb reloaded: {e:#}"
-            ));
+        Err(e) if !api::is_served(&e) && (remembered.is_some() || !owned.is_empty()) => {
+            let again = BIND_AGAIN.as_secs();
+            say(&format!("commands are not answered (tried again each {again} s): {e:#}"));
             None
         }
         listeners => Some(listeners?),
@@ -80,9 +81,9 @@ pub fn main(
     let (tick, model) = engine.step(&mut daemon);
     let mut model = Arc::new(model);
     observer.observe(&engine, tick, &model);
-    let answers = listeners.is_some();
+    let (mut answers, mut tried) = (listeners.is_some(), Instant::now());
     if let Some(listeners) = listeners {
-        api::serve(listeners, shared, daemon.inbox.clone())?;
+        api::serve(listeners, shared.clone(), daemon.inbox.clone())?;
     }
     say(&format!(
         "ebb {} watches {} VMs, answers on {}{}",
@@ -96,6 +97,15 @@ pub fn main(
         let (tick, next) = engine.step(&mut daemon);
         model = Arc::new(next);
         observer.observe(&engine, tick, &model);
+        if !answers && tried.elapsed() >= BIND_AGAIN {
+            tried = Instant::now();
+            let bound = api::bind(&config.socket, config.listen.as_deref());
+            let serve = |l| api::serve(l, shared.clone(), daemon.inbox.clone());
+            answers = bound.and_then(serve).is_ok();
+            if answers {
+                say(&format!("commands are answered on {} now", config.socket));
+            }
+        }
     }
     // Where that fails it ends as for any other signal: the next start may fail as well.
     let anew = match signals.reloads() && !signals.stops() {
@@ -171,10 +181,12 @@ fn begin_merging(config: &Config, state: &mut StateFile, owned: &mut Owned) -> R
     }
     if !owned.marks.is_empty() {
         let (left, failed) = merge::put_back(config, &owned.marks, PATIENCE);
-        owned.marks = left;
-        // Where that fails nothing more is taken than what is written down: it is tried again.
-        let written = state.write(owned).err();
-        written.iter().for_each(|e| say(&format!("{e:#}")));
+        let before = std::mem::replace(&mut owned.marks, left);
+        if let Err(e) = state.write(owned) {
+            say(&format!("{e:#}"));
+            // What the file says is put back once more at the end.
+            owned.marks = before;
+        }
         failed.iter().for_each(|why| say(&format!("not put back: {why}")));
     }
     Ok(())

@@ -111,7 +111,8 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> KsmError {
 
 impl KsmOwner {
     /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
-    /// the file `state`. Changes nothing yet.
+    /// the file `state`. Puts back what that one had set and these settings leave to others;
+    /// changes nothing else yet.
     pub fn take(root: Root, state: &Path, settings: KsmSettings) -> Result<KsmOwner, KsmError> {
         if !root.path(format!("{DIR}/run")).exists() {
             return Err(KsmError::None);
@@ -132,7 +133,21 @@ impl KsmOwner {
             durable::replace(state, &saved).map_err(failed(state))?;
         }
         owner.saved = saved;
+        if !settings.hold_khugepaged {
+            KHUGEPAGED.iter().try_for_each(|knob| owner.leave(knob, "0"))?;
+        }
+        if settings.keep_advisor {
+            owner.leave("advisor_mode", "none")?;
+        }
         Ok(owner)
+    }
+
+    /// Puts a knob back that is as Ebb sets it. What somebody else has set since stays.
+    fn leave(&self, knob: &str, ours: &str) -> Result<(), KsmError> {
+        match self.saved.get(knob) {
+            Some(was) if self.read(knob)?.is_some_and(|now| now == ours) => self.set(knob, was),
+            _ => Ok(()),
+        }
     }
 
     /// Puts back what a crashed Ebb had changed; whether there was anything.
@@ -511,6 +526,9 @@ pub(super) mod tests {
         let owner = take(true);
         assert_eq!(set(), ("0".into(), "0".into()));
         drop(owner);
+        // A reload with another setting.
+        drop(take(false));
+        assert_eq!(set(), were);
         assert!(KsmOwner::recover(root.clone(), &state).unwrap());
         assert_eq!(set(), were);
         // What is not ours is not put back either.

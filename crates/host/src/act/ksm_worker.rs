@@ -351,10 +351,12 @@ fn carry_out(
         }
     });
     let found = candidates(&scan, one_in);
+    // A sample does not tell where duplicates lie. To choose takes seconds where there is much RAM,
+    // and the loop waits for the results.
+    let ranges = (one_in == 1).then(|| worth_opening(&scan));
     let mut results = lock(results);
-    // A sample does not tell where duplicates lie.
-    if one_in == 1 {
-        results.ranges = worth_opening(&scan);
+    if let Some(ranges) = ranges {
+        results.ranges = ranges;
     }
     results.found = found;
     results.scan = ScanSample {

@@ -160,13 +160,14 @@ fn each_mapping(
     each: &mut dyn FnMut(u64, u64, Inode),
 ) -> std::io::Result<()> {
     let file = std::fs::File::open(root.path(format!("/proc/{pid}/maps")))?;
-    let mut read = 0;
-    for line in BufReader::new(file.take(MAX_MAPS)).split(b'\n') {
-        let line = line?;
-        read += line.len() as u64 + 1;
-        if let Some(m) = Mapping::parse(&String::from_utf8_lossy(&line)) {
+    let mut lines = BufReader::new(file.take(MAX_MAPS));
+    let (mut line, mut read) = (Vec::new(), 0);
+    while lines.read_until(b'\n', &mut line)? > 0 {
+        read += line.len() as u64;
+        if let Some(m) = Mapping::parse(String::from_utf8_lossy(&line).trim_end_matches('\n')) {
             each(m.start, m.end, (m.device, m.inode));
         }
+        line.clear();
     }
     if read < MAX_MAPS { Ok(()) } else { Err(std::io::Error::other("too long")) }
 }

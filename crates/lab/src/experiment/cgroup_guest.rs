@@ -128,7 +128,7 @@ impl Place {
 
     /// A shell command in the guest.
     pub fn sh(&self, command: &str) -> Result<String> {
-        Ok(self.vm.ask(|tool| tool.sh(command, 2 * MINUTE))?)
+        Ok(self.vm.ask(|tool| tool.sh(command, 5 * MINUTE))?)
     }
 
     pub fn insmod(&self) -> Result<()> {

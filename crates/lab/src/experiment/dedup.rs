@@ -103,6 +103,7 @@ impl Dedup {
                     continue;
                 }
                 let fleet = Fleet::boot(workload, self.vms, self.hold, self.share, agents)?;
+                println!("{}:", name(workload));
                 for arm in arms {
                     let measured = self.arm(workload, &fleet, arm)?;
                     measured.note(arm, workload, &mut outcome);

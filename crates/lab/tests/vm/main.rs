@@ -55,7 +55,8 @@ fn held() -> Arena {
 
 /// A number that the environment sets.
 fn set<T: std::str::FromStr>(name: &str) -> Option<T> {
-    std::env::var(name).ok()?.parse().ok()
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
 }
 
 /// How long guests are stressed; 20 s where nobody says.

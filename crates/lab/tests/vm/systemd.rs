@@ -95,15 +95,16 @@ fn vm_a_daemon_that_cannot_be_started_again_leaves_no_balloon_inflated() {
     let host = Host::squeezed();
     let (socket, file) = ("/run/ebb/ebb.sock", "/etc/ebb/ebb.toml");
     let [socket, file] = [socket, file].map(|p| host.systemd.path(p));
-    // Something stands where its socket is to be.
+    // Another program serves its socket.
     std::fs::remove_file(&socket).unwrap();
-    std::fs::create_dir(&socket).unwrap();
+    let taken = std::os::unix::net::UnixListener::bind(&socket).unwrap();
     host.systemctl(&["kill", "--signal=KILL", "ebb"]);
     host.wait_is("ebb", "ActiveState", "failed");
     host.released();
 
     // Its configuration cannot be read any more.
-    std::fs::remove_dir(&socket).unwrap();
+    drop(taken);
+    std::fs::remove_file(&socket).unwrap();
     host.systemctl(&["reset-failed"]);
     host.systemctl(&["start", "ebb"]);
     host.squeeze();

@@ -263,7 +263,7 @@ fn steer(
     let Some(ksm) = &host.ksm else {
         return plan.why = "this kernel has no KSM (CONFIG_KSM)".into();
     };
-    let mut room = Room::of(model, ksm);
+    let mut room = Room::of(model, memory, ksm);
     if let Err(why) = group {
         next.govern.burst = None;
         plan.ksmd = Some(KsmdOrder::Rest { why: why.clone() });
@@ -288,7 +288,7 @@ fn steer(
         if let Some(out) = out.as_ref().filter(|_| closable)
             && !room.take(vm, part, out.must)
         {
-            let needed = room.needed(part);
+            let needed = room.needed(vm, part);
             let why = format!("{}: {}; no room to break {needed} of it", vm.name, out.why);
             blocked.get_or_insert(why);
             plan.kept.push(vm.id);
@@ -340,6 +340,7 @@ const MEANWHILE: Bytes = Bytes::mib(64);
 /// Memory for breaking merges, in a tick.
 struct Room<'a> {
     model: &'a Model,
+    memory: &'a Memory,
     /// What the host has beyond what it keeps.
     spare: Bytes,
     /// What is left under each limit.
@@ -349,10 +350,11 @@ struct Room<'a> {
 }
 
 impl Room<'_> {
-    fn of<'a>(model: &'a Model, ksm: &Ksm) -> Room<'a> {
+    fn of<'a>(model: &'a Model, memory: &'a Memory, ksm: &Ksm) -> Room<'a> {
         let host = &model.host;
         Room {
             model,
+            memory,
             spare: host.shown.headroom - host.shown.promised - host.shown.reserve,
             left: host.limits.iter().map(|limit| limit.headroom - MEANWHILE).collect(),
             counts: ksm.run == 1,
@@ -360,18 +362,21 @@ impl Room<'_> {
     }
 
     /// What breaking all merges of a VM takes. While `ksmd` rests the kernel goes on counting what was
-    /// broken since; a look at the mappings does not.
-    fn needed(&self, part: &MergeVm) -> Bytes {
+    /// broken since; a look at the mappings does not, but it may be older than the last merges.
+    fn needed(&self, vm: &VmModel, part: &MergeVm) -> Bytes {
         let stat = &part.sample.stat;
         let merged = Bytes::pages(stat.merged());
-        let Some((_, seen)) = part.sample.seen.filter(|_| !self.counts) else { return merged };
-        merged.min(seen + Bytes::pages(stat.zero_pages.unwrap_or(0)))
+        let Some((at, seen)) = part.sample.seen.filter(|_| !self.counts) else { return merged };
+        let counts = self.memory.of(vm.id).merge.counts.filter(|counts| counts.at == at);
+        let counted = stat.merging_pages.unwrap_or(0);
+        let newly = counts.map_or(0, |counts| counted.saturating_sub(counts.counted));
+        merged.min(seen + Bytes::pages(stat.zero_pages.unwrap_or(0) + newly))
     }
 
     /// Takes that, where it is there. Where a limit is reached, the kernel kills a process, and that
     /// may be a VM. A VM that need not go is closed only from what the host has beyond its reserve.
     fn take(&mut self, vm: &VmModel, part: &MergeVm, must: bool) -> bool {
-        let needed = self.needed(part);
+        let needed = self.needed(vm, part);
         let limits = self.model.host.limits.iter();
         let mut above: Vec<&mut Bytes> = limits
             .zip(&mut self.left)

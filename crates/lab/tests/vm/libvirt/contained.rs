@@ -10,6 +10,7 @@ fn vm_a_domain_in_a_container_is_ballooned_where_that_is_allowed() {
     let (dir, daemon) = watch(&["pod"], "");
     std::thread::sleep(Duration::from_secs(3));
     let state = daemon.state().unwrap();
+    assert!(state["vms"].is_array());
     assert!(of(&state, "pod").is_null(), "it is no VM of the host's: {state}");
     assert!(daemon.stop());
 

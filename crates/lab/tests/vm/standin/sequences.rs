@@ -7,12 +7,12 @@ use super::*;
 /// Fewer ticks than an operator is left alone for, more than Ebb needs to do anything.
 const WHILE: u64 = 25;
 
-/// Stand-ins, the law's eyes on them, and a daemon.
+/// Stand-ins, the law's eyes on them, and a daemon. They end in this order.
 pub struct Scene {
-    pub place: Place,
-    pub vms: Vec<Standin>,
-    pub watch: Watch,
     pub daemon: Daemon,
+    pub watch: Watch,
+    pub vms: Vec<Standin>,
+    pub place: Place,
 }
 
 impl Scene {
@@ -118,7 +118,7 @@ fn a_qemu_that_answers_orders_late_is_given_back_within_a_stop() {
 #[test]
 fn an_operator_who_raises_or_lowers_a_size_is_not_fought() {
     // Deflates itself, is ballooned by Ebb before, is set to, what it is owed then.
-    let cases = [
+    let cases: [(bool, bool, u64, u64); 6] = [
         (true, true, 300, 512),
         (false, true, 300, 300),
         (true, false, 300, 300),
@@ -126,8 +126,8 @@ fn an_operator_who_raises_or_lowers_a_size_is_not_fought() {
         (true, true, 100, 100),
         (false, true, 100, 100),
     ];
-    let names = ["op0", "op1", "op2", "op3", "op4", "op5"];
-    let vms: Vec<(&str, bool)> = names.into_iter().zip(cases.map(|c| c.0)).collect();
+    let names: [String; 6] = std::array::from_fn(|i| format!("op{i}"));
+    let vms: Vec<(&str, bool)> = names.iter().map(String::as_str).zip(cases.map(|c| c.0)).collect();
     let Some(scene) = Scene::new(OFTEN, &vms) else { return };
     let Scene { vms, watch, daemon, .. } = &scene;
     for (vm, (_, ballooned, ..)) in vms.iter().zip(cases) {

@@ -369,6 +369,30 @@ fn nothing_is_broken_where_a_limit_has_no_room_for_it() {
     assert_eq!(kept(&asked_with(250, true, works)), [1]);
 }
 
+/// The refusal has `ksmd` rest, and at the next tick the last look counts again.
+#[test]
+fn what_was_merged_after_the_last_look_needs_room_as_well() {
+    let off = format!("{ON}[vm.a]\nmerge = false\n");
+    let mut memory = Memory::default();
+    let mut at = |at, counted, run| {
+        let mut s = seen(10_000, Bytes::mib(20), counted, Bytes::gib(50), 0);
+        (s.at, s.host.ksm.as_mut().unwrap().run) = (Stamp(at), run);
+        let usage = Bytes::gib(1);
+        let limit = usage + Bytes::mib(250);
+        s.host.pool =
+            Some(LimitSample { path: "/slice".into(), limit, usage, ..Default::default() });
+        s.vms[0].cgroup = Some("/slice/a".into());
+        let anon = Bytes::gib(1);
+        s.vms[0].ram = Some(anon);
+        s.vms[0].process = Some(ProcessMemory { anon, ..ProcessMemory::default() });
+        tick(&off, &mut memory, &s).kept.len()
+    };
+    let mib = 256;
+    assert_eq!(at(10_000, 20 * mib, 1), 0);
+    assert_eq!(at(11_000, 200 * mib, 1), 1);
+    assert_eq!(at(12_000, 200 * mib, 0), 1);
+}
+
 #[test]
 fn a_burst_is_judged_by_the_vms_own_counters() {
     let mut memory = Memory::default();
