@@ -14,7 +14,7 @@ use ebb_core::sample::LimitSample;
 use ebb_core::units::Bytes;
 
 use super::psi::parse_psi;
-use crate::root::{ParseError, ProbeError, Probed, Root, field, parse_number, unescape_octal};
+use crate::root::{ParseError, ProbeError, Probed, Root, parse_number, unescape_octal};
 
 /// Limits above this are “none”: v1 writes 2^63 rounded down to a page.
 const NO_LIMIT: u64 = 1 << 62;
@@ -296,16 +296,24 @@ pub fn read_usage(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<LimitSampl
 /// What `memory.stat` tells of a pool, by v1's `total_…` fields, v2's plain ones: `anon`, `file`
 /// (mlocked pages are not on the LRU lists), and on v1, where it is accounted, `swap`.
 pub fn parse_stat(text: &str, version: Version) -> Result<LimitSample, ParseError> {
-    let of = if version == Version::V1 { "total_" } else { "" };
-    let told = |key: &str| field(text, &format!("{of}{key}"), |n| n.parse().ok().map(Bytes));
-    let sum = |keys: &[&str]| -> Result<Bytes, ParseError> {
-        keys.iter().map(|key| Ok(told(key)?.unwrap_or_default())).sum()
-    };
-    let anon = told("rss")?.or(told("anon")?);
+    let (mut anon, mut clean, mut dirty, mut swap) = (None, Bytes::ZERO, Bytes::ZERO, None);
+    for (i, line) in text.lines().enumerate() {
+        let Some((key, rest)) = line.split_once(' ') else { continue };
+        let key = match version {
+            Version::V1 => key.strip_prefix("total_").unwrap_or(""),
+            Version::V2 => key,
+        };
+        let value = || rest.trim().parse().map(Bytes).map_err(|_| ParseError::new(i + 1, line));
+        match key {
+            "rss" | "anon" => anon = Some(value()?),
+            "active_file" | "inactive_file" => clean += value()?,
+            "dirty" | "writeback" | "file_dirty" | "file_writeback" => dirty += value()?,
+            "swap" => swap = Some(value()?),
+            _ => {}
+        }
+    }
     let anon = anon.ok_or_else(|| ParseError::missing("total_rss (v1) or anon (v2)"))?;
-    let clean = sum(&["active_file", "inactive_file"])?;
-    let dirty = sum(&["dirty", "writeback", "file_dirty", "file_writeback"])?;
-    Ok(LimitSample { anon, file: clean - dirty, swap: told("swap")?, ..LimitSample::default() })
+    Ok(LimitSample { anon, file: clean - dirty, swap, ..LimitSample::default() })
 }
 
 /// The `oom_kill` line of `memory.events` (v2: the subtree) or

@@ -153,23 +153,28 @@ fn has_ended(root: &Root, pid: u32, error: &std::io::Error) -> bool {
         || matches!(root.metadata(format!("/proc/{pid}")), Ok(None))
 }
 
-/// Calls `each` with start, end, device and inode of every mapping.
+/// Reads line by line: start, end, device and inode.
 fn each_mapping(
     root: &Root,
     pid: u32,
     each: &mut dyn FnMut(u64, u64, Inode),
 ) -> std::io::Result<()> {
     let file = std::fs::File::open(root.path(format!("/proc/{pid}/maps")))?;
-    let mut lines = BufReader::new(file.take(MAX_MAPS));
-    let (mut line, mut read) = (Vec::new(), 0);
-    while lines.read_until(b'\n', &mut line)? > 0 {
-        read += line.len() as u64;
-        if let Some(m) = Mapping::parse(String::from_utf8_lossy(&line).trim_end_matches('\n')) {
+    let mut text = BufReader::new(file.take(MAX_MAPS));
+    let mut line = Vec::new();
+    let mut read = 0;
+    loop {
+        line.clear();
+        let n = text.by_ref().take(8192).read_until(b'\n', &mut line)?;
+        read += n as u64;
+        if n == 0 {
+            return if read < MAX_MAPS { Ok(()) } else { Err(std::io::Error::other("too long")) };
+        }
+        let line = String::from_utf8_lossy(&line);
+        if let Some(m) = Mapping::parse(&line) {
             each(m.start, m.end, (m.device, m.inode));
         }
-        line.clear();
     }
-    if read < MAX_MAPS { Ok(()) } else { Err(std::io::Error::other("too long")) }
 }
 
 #[cfg(test)]

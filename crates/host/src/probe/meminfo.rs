@@ -3,7 +3,7 @@
 use ebb_core::sample::Meminfo;
 use ebb_core::units::Bytes;
 
-use crate::root::{ParseError, Probed, Root, field};
+use crate::root::{ParseError, Probed, Root};
 
 pub fn read_meminfo(root: &Root) -> Probed<Meminfo> {
     root.parse("/proc/meminfo", parse_meminfo)
@@ -12,24 +12,32 @@ pub fn read_meminfo(root: &Root) -> Probed<Meminfo> {
 /// Parses it. `MemTotal`, `MemFree` and `MemAvailable` (Linux 3.14+) must be
 /// there; fields that a kernel may be built without count as 0.
 pub fn parse_meminfo(text: &str) -> Result<Meminfo, ParseError> {
-    let told = |key| field(text, key, parse_kib);
-    let known = |key| told(key)?.ok_or_else(|| ParseError::missing(key));
-    let or_zero = |key| told(key).map(Option::unwrap_or_default);
+    let (mut m, mut total, mut free, mut available) = (Meminfo::default(), None, None, None);
+    let (mut hugetlb, mut huge_pages, mut huge_size) = (None, 0u64, Bytes::ZERO);
+    for (i, line) in text.lines().enumerate() {
+        let Some((key, rest)) = line.split_once(':') else { continue };
+        let value = || parse_kib(rest).ok_or_else(|| ParseError::new(i + 1, line));
+        match key {
+            "MemTotal" => total = Some(value()?),
+            "MemFree" => free = Some(value()?),
+            "MemAvailable" => available = Some(value()?),
+            "Buffers" => m.buffers = value()?,
+            "Cached" => m.cached = value()?,
+            "Shmem" => m.shmem = value()?,
+            "SwapTotal" => m.swap_total = value()?,
+            "SwapFree" => m.swap_free = value()?,
+            "Hugetlb" => hugetlb = Some(value()?),
+            "Hugepagesize" => huge_size = value()?,
+            "HugePages_Total" => huge_pages = value()?.0 / 1024,
+            _ => {}
+        }
+    }
+    m.total = total.ok_or_else(|| ParseError::missing("MemTotal"))?;
+    m.free = free.ok_or_else(|| ParseError::missing("MemFree"))?;
+    m.available = available.ok_or_else(|| ParseError::missing("MemAvailable (Linux 3.14+)"))?;
     // Kernels before 4.16 tell only the default size's pool.
-    let pool =
-        Bytes(or_zero("Hugepagesize")?.0.saturating_mul(or_zero("HugePages_Total")?.0 / 1024));
-    let available = told("MemAvailable")?;
-    Ok(Meminfo {
-        total: known("MemTotal")?,
-        free: known("MemFree")?,
-        available: available.ok_or_else(|| ParseError::missing("MemAvailable (Linux 3.14+)"))?,
-        buffers: or_zero("Buffers")?,
-        cached: or_zero("Cached")?,
-        shmem: or_zero("Shmem")?,
-        swap_total: or_zero("SwapTotal")?,
-        swap_free: or_zero("SwapFree")?,
-        hugetlb: told("Hugetlb")?.unwrap_or(pool),
-    })
+    m.hugetlb = hugetlb.unwrap_or(Bytes(huge_size.0.saturating_mul(huge_pages)));
+    Ok(m)
 }
 
 /// `   123 kB` or `  123`, both as KiB.

@@ -12,7 +12,7 @@ use ebb_core::units::Bytes;
 
 use super::meminfo::parse_kib;
 use super::qemu::Options;
-use crate::root::{ParseError, ProbeError, Probed, Root, field, parse_number};
+use crate::root::{ParseError, ProbeError, Probed, Root, parse_number};
 
 const NODES: &str = "/sys/devices/system/node";
 /// The kernel's own most (`CONFIG_NODES_SHIFT` is 10 at most).
@@ -74,15 +74,24 @@ fn read_huge(root: &Root, dir: &str) -> Result<Bytes, ProbeError> {
 /// What `Node 0 MemTotal:  123 kB` lines tell of a pool. `file` is file cache that can be dropped,
 /// and half of the kernel's caches that shrink.
 pub fn parse_node(text: &str) -> Result<LimitSample, ParseError> {
-    let node = text.lines().find_map(|line| Some(line.split_once("MemTotal")?.0)).unwrap_or("");
-    let told = |key: &str| field(text, &format!("{node}{key}"), parse_kib);
-    let known = |key| told(key)?.ok_or_else(|| ParseError::missing(key));
-    let or_zero = |key| told(key).map(Option::unwrap_or_default);
-    let (limit, free) = (known("MemTotal")?, known("MemFree")?);
-    let clean = or_zero("Active(file)")? + or_zero("Inactive(file)")?;
-    let dirty = or_zero("Dirty")? + or_zero("Writeback")?;
-    let file = (clean - dirty) + or_zero("SReclaimable")?.share(0.5);
-    let anon = or_zero("AnonPages")?;
+    let (mut total, mut free, mut anon) = (None, None, Bytes::ZERO);
+    let (mut clean, mut dirty, mut slab) = (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO);
+    for (i, line) in text.lines().enumerate() {
+        let Some((key, rest)) = line.split_once(':') else { continue };
+        let value = || parse_kib(rest).ok_or_else(|| ParseError::new(i + 1, line));
+        match key.rsplit(' ').next().unwrap_or_default() {
+            "MemTotal" => total = Some(value()?),
+            "MemFree" => free = Some(value()?),
+            "Active(file)" | "Inactive(file)" => clean += value()?,
+            "Dirty" | "Writeback" => dirty += value()?,
+            "SReclaimable" => slab = value()?,
+            "AnonPages" => anon = value()?,
+            _ => {}
+        }
+    }
+    let limit = total.ok_or_else(|| ParseError::missing("MemTotal"))?;
+    let free = free.ok_or_else(|| ParseError::missing("MemFree"))?;
+    let file = (clean - dirty) + slab.share(0.5);
     Ok(LimitSample { limit, usage: limit - free, file, anon, ..LimitSample::default() })
 }
 

@@ -2,7 +2,7 @@
 
 use ebb_core::sample::Vmstat;
 
-use crate::root::{ParseError, Probed, Root, field};
+use crate::root::{ParseError, Probed, Root};
 
 pub fn read_vmstat(root: &Root) -> Probed<Vmstat> {
     root.parse("/proc/vmstat", parse_vmstat)
@@ -17,19 +17,24 @@ pub fn zeros_are_not_written(root: &Root) -> bool {
 /// Parses it. Refaults are `workingset_refault_anon` + `_file` (5.9+), or the
 /// one `workingset_refault` of older kernels.
 pub fn parse_vmstat(text: &str) -> Result<Vmstat, ParseError> {
-    let told = |key| field(text, key, |value| value.parse::<u64>().ok());
-    let or_zero = |key| told(key).map(Option::unwrap_or_default);
-    let refaults = ["workingset_refault_anon", "workingset_refault_file", "workingset_refault"];
-    Ok(Vmstat {
-        swap_in_pages: or_zero("pswpin")?,
-        swap_out_pages: or_zero("pswpout")?,
-        major_faults: told("pgmajfault")?.ok_or_else(|| ParseError::missing("pgmajfault"))?,
-        oom_kills: told("oom_kill")?,
-        refaults: refaults
-            .into_iter()
-            .try_fold(0, |sum: u64, key| Ok(sum.saturating_add(or_zero(key)?)))?,
-        cow_ksm: told("cow_ksm")?,
-    })
+    let (mut v, mut faults) = (Vmstat::default(), None);
+    for (i, line) in text.lines().enumerate() {
+        let Some((key, rest)) = line.split_once(' ') else { continue };
+        let value = || rest.trim().parse::<u64>().map_err(|_| ParseError::new(i + 1, line));
+        match key {
+            "pswpin" => v.swap_in_pages = value()?,
+            "pswpout" => v.swap_out_pages = value()?,
+            "pgmajfault" => faults = Some(value()?),
+            "cow_ksm" => v.cow_ksm = Some(value()?),
+            "oom_kill" => v.oom_kills = Some(value()?),
+            "workingset_refault_anon" | "workingset_refault_file" | "workingset_refault" => {
+                v.refaults = v.refaults.saturating_add(value()?);
+            }
+            _ => {}
+        }
+    }
+    v.major_faults = faults.ok_or_else(|| ParseError::missing("pgmajfault"))?;
+    Ok(v)
 }
 
 #[cfg(test)]
