@@ -255,7 +255,7 @@ impl Engine {
                 later.push(asked);
             }
         }
-        // What may not wait is for this tick, in which its agent cannot serve it.
+        // A request beyond what may wait is decided now, though its agent cannot serve it.
         let most = later.len().min(POSTPONED.1);
         now.extend(later.split_off(most).into_iter().map(|(_, request)| request));
         self.postponed = later;
@@ -308,7 +308,8 @@ impl Engine {
             is_clear && model.at.since(since) >= QUIET_MS
         };
         let quiet_ms = QUIET_ASK_MS.min(tick_ms);
-        // How long one that rests at this tick does: it is asked at the one after it, or later.
+        // A VM that rests at this tick is asked at the one after it, or later: until when it rests,
+        // and for how many milliseconds in all.
         let rest_of = |vm: &VmModel| {
             let ms = if is_quiet(vm) { rest_ms.max(quiet_ms) } else { rest_ms };
             let until = at_rest(vm, ms.min(wait_ms.saturating_mul(2)))?.asked?.plus(ms);
@@ -321,28 +322,30 @@ impl Engine {
             by_module(vm) || spares && at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some()
         };
         let rests: Vec<_> = model.vms.iter().map(|vm| (vm, rest_of(vm))).collect();
-        // Where none is to be asked at that tick, there is none before one is. One that is to be
-        // asked soon after it is asked at it, so that their turns fall together.
-        let heeded = || rests.iter().filter(|(vm, _)| !matches!(vm.standing, Standing::Off(_)));
-        let first = heeded().map(|(_, rest)| rest.map_or(at, |(until, _)| until)).min();
-        // Before an ordinary tick guests are not asked anew.
-        let first = first.map_or(at, |first| first.min(model.at.plus(tick_ms - 1)));
-        // What rests at it is asked at the one after it, or later.
-        let within_ms = first.since(model.at) + wait_ms;
-        let all_rest = || heeded().all(|(vm, _)| at_rest(vm, within_ms).is_some());
-        let skips = first > at
-            && is_clear
-            && self.postponed.is_empty()
-            && !self.fills_up(model)
-            && all_rest();
-        let at = if skips { first } else { at };
+        // If all VMs rest at this tick, it is left out: the next one is when the first VM is due.
+        let later = || {
+            let asked = || rests.iter().filter(|(vm, _)| !matches!(vm.standing, Standing::Off(_)));
+            let untils: Option<Vec<Stamp>> =
+                asked().map(|(_, rest)| Some(rest.as_ref()?.0)).collect();
+            // Before an ordinary tick guests are not asked anew.
+            let first = untils?.into_iter().min()?.min(model.at.plus(tick_ms - 1));
+            // A VM that rests at that tick is asked at the one after it, or later.
+            let within_ms = first.since(model.at) + wait_ms;
+            let all_rest = asked().all(|(vm, _)| at_rest(vm, within_ms).is_some());
+            (first > at && all_rest).then_some(first)
+        };
+        let may_wait = is_clear && self.postponed.is_empty();
+        let later = may_wait.then(later).flatten().filter(|_| !self.fills_up(model));
+        let at = later.unwrap_or(at);
         let rests_on = |(vm, rest): (&VmModel, Option<(Stamp, u64)>)| {
             let (until, ms) = rest?;
-            (until > at.plus(if skips { ms / 2 } else { 0 })).then_some(vm.id)
+            // VMs that are due soon after that tick are asked in it: so fewer ticks ask all of them.
+            let soon = if later.is_some() { ms / 2 } else { 0 };
+            (until > at.plus(soon)).then_some(vm.id)
         };
         Next {
             at,
-            resting: rests.into_iter().filter_map(rests_on).collect(),
+            resting: rests.iter().copied().filter_map(rests_on).collect(),
             calm: model.vms.iter().filter(calm).map(|vm| vm.id).collect(),
         }
     }
@@ -486,7 +489,8 @@ mod tests {
     fn one_that_has_been_quiet_for_a_minute_is_asked_twice_a_second() {
         let id = |pid| VmId { pid, start: 1 };
         let (clear, soft) = (Pressure::Clear, Pressure::Soft);
-        // The first of so many VMs was asked then; nothing is known of the others.
+        // Time until the next tick, and whether the first of `vms` VMs rests at it. That VM was asked
+        // `asked_ago` ms ago, the others were never asked.
         let next = |vms: u32, state, asked_ago, available| {
             let available = Bytes::mib(available);
             let guest = Some(GuestModel { available, ..GuestModel::default() });

@@ -228,10 +228,10 @@ fn main() -> ExitCode {
 }
 
 fn dispatch(cli: Cli) -> Result<bool> {
-    let loaded = load(cli.global.config.as_deref());
-    let file = cli.global.config.or_else(|| {
-        std::path::Path::new(DEFAULT_CONFIG).exists().then(|| DEFAULT_CONFIG.to_owned())
-    });
+    let file = cli.global.config.as_deref();
+    let loaded = load(file);
+    let absent = matches!(loaded, Ok(None));
+    let file = (!absent).then(|| file.unwrap_or(DEFAULT_CONFIG).to_owned());
     // A mistake in the file may be the very reason for which there is no daemon any more.
     let mut config = match (loaded, &cli.command) {
         (Err(e), Command::Release { .. }) => {
@@ -239,7 +239,7 @@ fn dispatch(cli: Cli) -> Result<bool> {
             log::say("the configuration is bad: going on with the defaults");
             Config::default()
         }
-        (loaded, _) => loaded?,
+        (loaded, _) => loaded?.unwrap_or_default(),
     };
     if let Some(socket) = cli.global.socket {
         config.socket = socket;
@@ -296,14 +296,12 @@ fn raise_file_limit() {
 
 const DEFAULT_CONFIG: &str = "/etc/ebb/ebb.toml";
 
-/// The configuration; the defaults where there is no file and none was named.
-fn load(path: Option<&str>) -> Result<Config> {
+/// The configuration; `None` where there is no file and none was named.
+fn load(path: Option<&str>) -> Result<Option<Config>> {
     let file = path.unwrap_or(DEFAULT_CONFIG);
     match std::fs::read_to_string(file) {
-        Ok(text) => Ok(Config::parse(file, &text)?),
-        Err(e) if path.is_none() && e.kind() == std::io::ErrorKind::NotFound => {
-            Ok(Config::default())
-        }
+        Ok(text) => Ok(Some(Config::parse(file, &text)?)),
+        Err(e) if path.is_none() && e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(e).with_context(|| format!("cannot read {file}")),
     }
 }

@@ -176,10 +176,11 @@ pub(crate) struct Vm {
     /// Its size at the last sample, and what it was told last.
     actual: Option<Bytes>,
     pub ordered: Option<Bytes>,
-    /// When its balloon was last seen to move, when to grow or by an unknown amount, and whether its
-    /// size was among the last questions.
+    /// When its balloon was last seen to move.
     moved: Option<Instant>,
+    /// The same if its size grew then, or was not known before.
     grew: Option<Instant>,
+    /// Its size was among the last questions.
     size_asked: bool,
     /// When the guest's latest statistics came.
     heard: Heard,

@@ -20,8 +20,6 @@ use crate::view::{self, Decision};
 /// How long after an order its result is looked for.
 const RESULT_MS: u64 = 30_000;
 const DAY_MS: u64 = 86_400_000;
-/// `daemon.tick` at most.
-const LONGEST_TICK_MS: u64 = 60_000;
 
 /// A time of day, from and to, milliseconds after midnight UTC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,18 +49,16 @@ impl Window {
         (self.0..self.1).contains(&(wall_ms % DAY_MS))
     }
 
-    /// Whether it lies between these two ticks.
+    /// Whether it lies between these two moments, and no tick does.
     fn is_between(&self, from: &Moment, to: &Moment) -> bool {
-        from.wall_ms % DAY_MS < self.0
-            && self.1 <= to.wall_ms % DAY_MS
-            && to.at.since(from.at) <= 2 * LONGEST_TICK_MS
+        from.wall_ms % DAY_MS < self.0 && self.1 <= to.wall_ms % DAY_MS && to.tick == from.tick + 1
     }
 }
 
 /// What a tick says of the VM.
 #[derive(Clone, Debug, Default, Serialize)]
 struct Moment {
-    /// The time of day may be set between two ticks; this goes on.
+    /// By the monotonic clock: the time of day may be set between two ticks.
     #[serde(skip)]
     at: Stamp,
     wall_ms: u64,
@@ -240,22 +236,24 @@ mod tests {
 
     #[test]
     fn a_clock_that_is_set_back_and_ticks_far_apart_are_answered_as_well() {
-        let moment = |at, wall_ms, to| Moment {
+        let moment = |tick, at, wall_ms, to| Moment {
             at: Stamp(at),
             wall_ms,
-            tick: at,
+            tick,
             actual: Some(Bytes::gib(1)),
             to,
             ..Moment::default()
         };
         let noon = DAY_MS / 2;
-        let order = moment(5_000, noon, Some(Bytes::mib(512)));
-        let all =
-            [order, moment(7_500, noon - 600_000, None), moment(67_500, noon - 540_000, None)];
+        let all = [
+            moment(1, 5_000, noon, Some(Bytes::mib(512))),
+            moment(2, 7_500, noon - 600_000, None),
+            moment(3, 67_500, noon - 540_000, None),
+        ];
         let told = moments(&all, Window::parse("12:00").unwrap());
         assert!(told[0].result.as_ref().unwrap().starts_with("2.5 s later"), "{told:?}");
         let told = moments(&all, Window::parse("11:50:30").unwrap());
-        assert_eq!((told.len(), told[0].tick), (1, 7_500));
+        assert_eq!((told.len(), told[0].tick), (1, 2));
         assert!(moments(&all, Window::parse("11:40").unwrap()).is_empty());
     }
 

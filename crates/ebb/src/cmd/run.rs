@@ -27,10 +27,10 @@ use crate::state::StateFile;
 /// How long QEMUs and guests may take when Ebb stops. What is left then stays written
 /// down; `TimeoutStopSec=` of the unit is longer.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often it is tried to listen on a socket that could not be used.
-const BIND_AGAIN: Duration = Duration::from_secs(60);
 /// The same for closing VMs to KSM at the end: what is merged is copied then.
 const MARKS: Duration = Duration::from_secs(12);
+/// How often Ebb tries to listen on a socket that could not be used.
+const BIND_AGAIN: Duration = Duration::from_secs(60);
 
 pub fn main(
     mut config: Config,
@@ -48,8 +48,9 @@ pub fn main(
         say(&format!("process {pid} is an ebb run, too: stop all but one"));
     }
     let mut owned = state.as_ref().map_or(Ok(Owned::default()), StateFile::read)?;
-    // VMs that are owed something are served also where commands cannot be.
-    let listeners = match api::bind(&config.socket, config.listen.as_deref()) {
+    let bind = || api::bind(&config.socket, config.listen.as_deref());
+    // Where VMs are owed something, Ebb goes on although it cannot answer commands.
+    let listeners = match bind() {
         Err(e) if !api::is_served(&e) && (remembered.is_some() || !owned.is_empty()) => {
             let again = BIND_AGAIN.as_secs();
             say(&format!("commands are not answered (tried again each {again} s): {e:#}"));
@@ -81,10 +82,10 @@ pub fn main(
     let (tick, model) = engine.step(&mut daemon);
     let mut model = Arc::new(model);
     observer.observe(&engine, tick, &model);
+    let inbox = daemon.inbox.clone();
+    let serve = |listeners| api::serve(listeners, shared.clone(), inbox.clone());
     let (mut answers, mut tried) = (listeners.is_some(), Instant::now());
-    if let Some(listeners) = listeners {
-        api::serve(listeners, shared.clone(), daemon.inbox.clone())?;
-    }
+    listeners.map(serve).transpose()?;
     say(&format!(
         "ebb {} watches {} VMs, answers on {}{}",
         env!("CARGO_PKG_VERSION"),
@@ -98,10 +99,7 @@ pub fn main(
         model = Arc::new(next);
         observer.observe(&engine, tick, &model);
         if !answers && tried.elapsed() >= BIND_AGAIN {
-            tried = Instant::now();
-            let bound = api::bind(&config.socket, config.listen.as_deref());
-            let serve = |l| api::serve(l, shared.clone(), daemon.inbox.clone());
-            answers = bound.and_then(serve).is_ok();
+            (tried, answers) = (Instant::now(), bind().and_then(serve).is_ok());
             if answers {
                 say(&format!("commands are answered on {} now", config.socket));
             }

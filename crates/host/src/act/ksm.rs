@@ -111,8 +111,8 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> KsmError {
 
 impl KsmOwner {
     /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
-    /// the file `state`. Puts back what that one had set and these settings leave to others;
-    /// changes nothing else yet.
+    /// the file `state`. Of what the crashed Ebb had set, knobs that these settings leave to others
+    /// are put back; nothing else is changed yet.
     pub fn take(root: Root, state: &Path, settings: KsmSettings) -> Result<KsmOwner, KsmError> {
         if !root.path(format!("{DIR}/run")).exists() {
             return Err(KsmError::None);
@@ -142,7 +142,8 @@ impl KsmOwner {
         Ok(owner)
     }
 
-    /// Puts a knob back that is as Ebb sets it. What somebody else has set since stays.
+    /// Puts a knob back, if it still has the value that Ebb sets. A value that another program has
+    /// set since stays.
     fn leave(&self, knob: &str, ours: &str) -> Result<(), KsmError> {
         match self.saved.get(knob) {
             Some(was) if self.read(knob)?.is_some_and(|now| now == ours) => self.set(knob, was),

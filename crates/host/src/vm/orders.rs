@@ -101,13 +101,14 @@ impl Vm {
 
     /// Ends an order to shrink that an earlier daemon may have left behind, that was on its way
     /// when the connection ended, or that the balloon does not follow: QEMU does not tell what its
-    /// balloon is to come to. One that moves may follow another's order, and one that grows does.
+    /// balloon is to come to. A balloon that moves may follow another's order. While the VM's size
+    /// grows, the balloon follows an order that gives memory.
     pub fn withdraw(&mut self, now: Instant) {
         let Some(size) = self.size().filter(|_| self.slow_since.is_none()) else { return };
         let open =
             self.ordered.is_some_and(|to| to + Bytes::mib(1) <= size) && !self.has_moved(now);
-        let left = self.loose && self.grew.is_none_or(|at| now - at >= TOLD_WITHIN);
-        if (left || open)
+        let grows = self.grew.is_some_and(|at| now - at < TOLD_WITHIN);
+        if (self.loose && !grows || open)
             && self.orders.is_empty()
             && self.device.is_some()
             && let Ok(command) = self.order(size, true)

@@ -29,7 +29,7 @@ use crate::advice::in_description;
 use crate::cmd::explain;
 use crate::daemon_client;
 use crate::table::emit;
-use crate::view::State;
+use crate::view::{State, Vm};
 
 /// How long a QMP socket may take to greet.
 const QMP: Duration = Duration::from_secs(5);
@@ -60,23 +60,21 @@ pub(super) fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result
     let until = Instant::now() + DONE;
     loop {
         let Some(state) = steered(config)? else { bail!("the daemon has ended meanwhile") };
-        for name in names {
-            explain::find(&state, name)?;
-        }
-        let part = |name: &String| state.vms.iter().find(|v| v.name == *name)?.merge.as_ref();
-        let left: Vec<&String> =
-            names.iter().filter(|n| part(n).is_some_and(|m| m.open != Some(on))).collect();
+        let vms: Vec<&Vm> =
+            names.iter().map(|name| explain::find(&state, name)).collect::<Result<_>>()?;
+        let left: Vec<&&Vm> =
+            vms.iter().filter(|v| v.merge.as_ref().is_some_and(|m| m.open != Some(on))).collect();
         if left.is_empty() {
             let what = if on { "open to KSM" } else { "out of KSM, nothing of it is merged" };
             emit(&format!("{}: {what}\n", names.join(" ")))?;
             return Ok(changed);
         }
         if Instant::now() > until {
-            let why = left.iter().map(|name| {
-                let error = part(name).and_then(|m| m.error.clone());
-                format!("{name}: {}", error.unwrap_or_else(|| "the daemon does not do it".into()))
+            let why = left.iter().map(|vm| {
+                let error = vm.merge.as_ref().and_then(|m| m.error.as_deref());
+                format!("{}: {}", vm.name, error.unwrap_or("the daemon does not do it"))
             });
-            let merging = state.host.merge.map(|m| m.why).unwrap_or_default();
+            let merging = state.host.merge.as_ref().map_or("", |m| &m.why);
             bail!("{} ({merging})", Vec::from_iter(why).join("; "));
         }
         std::thread::sleep(Duration::from_millis(100));
