@@ -149,3 +149,21 @@ fn text(c: &Came) -> String {
         c.recycled, c.ballooned, c.seconds, c.resident, c.host_free
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zero_pages_that_were_freed_are_something_that_was_taken() {
+        let nothing = Came::default();
+        assert!(text(&nothing).starts_with("nothing was taken") && nothing.taken() == Bytes::ZERO);
+        let zeros = Came { zeros: Bytes::mib(7), ..Came::default() };
+        let said = text(&zeros);
+        assert!(
+            said.starts_with("0 B recycled, 0 B ballooned, 7 MiB of zeros freed in "),
+            "{said}"
+        );
+        assert_eq!(zeros.taken(), Bytes::mib(7));
+    }
+}

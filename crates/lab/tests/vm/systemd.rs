@@ -153,6 +153,11 @@ fn vm_a_reload_keeps_process_and_balloons_and_one_with_a_bad_configuration_fails
     std::fs::write(&file, "[daemon]\ntikc = \"2s\"\n").unwrap();
     assert_ne!(host.systemd.systemctl(&["reload", "ebb"]).0, 0);
     assert!(host.systemd.log().contains("tikc"), "{}", host.systemd.log());
+    // Without the file VMs that it excludes would be served.
+    std::fs::remove_file(&file).unwrap();
+    host.systemctl(&["kill", "--signal=HUP", "ebb"]);
+    let gone = "cannot read /etc/ebb/ebb.toml";
+    host.systemd.wait("the missing file", |s| s.log().contains(gone)).unwrap();
     std::fs::write(&file, "[daemon]\ntick = \"2s\"\n").unwrap();
     assert_eq!(anew(), 0);
     host.systemctl(&["reload", "ebb"]);

@@ -246,6 +246,10 @@ fn the_operators_word_holds_and_what_was_changed_is_written_down() {
     untold.vms.iter_mut().for_each(|vm| vm.merge = None);
     let model = Model::new(&config, &untold, &memory);
     assert_eq!(memory.owned(&model, &Plan::default(), &[]), owned);
+    // Of what was handed over, only what is still written down was not put back.
+    let mut handed = memory.clone();
+    handed.adopt(&Owned::default());
+    assert_eq!(handed.owned(&model, &Plan::default(), &[]), Owned::default());
     // Another daemon takes that over, and puts it back when the word is gone.
     let mut next = Memory::default();
     next.adopt(&owned);
@@ -327,20 +331,23 @@ fn nothing_is_broken_for_a_storm_where_the_memory_is_not_there_or_promised() {
 }
 
 /// What must go takes memory, too: in a full cgroup the kernel would kill a VM for it.
+/// The first VM, of 1 GiB that the host holds, is in a cgroup that may still take `left`.
+fn limit(s: &mut Sample, left: Bytes) {
+    let ram = Bytes::gib(1);
+    let (path, limit) = ("/slice".into(), ram + left);
+    s.host.pool = Some(LimitSample { path, limit, usage: ram, ..LimitSample::default() });
+    let vm = &mut s.vms[0];
+    (vm.cgroup, vm.ram) = (Some("/slice/a".into()), Some(ram));
+    vm.process = Some(ProcessMemory { anon: ram, ..ProcessMemory::default() });
+}
+
 #[test]
 fn nothing_is_broken_where_a_limit_has_no_room_for_it() {
     let off = format!("{ON}[vm.a]\nmerge = false\n");
     let asked_with = |limit_mib: u64, agent: bool, change: fn(&mut Sample)| {
         let mut s = seen(10_000, Bytes::mib(200), 51_200, Bytes::gib(50), 0);
         change(&mut s);
-        let usage = Bytes::gib(1);
-        let limit = usage + Bytes::mib(limit_mib);
-        let pool = LimitSample { path: "/slice".into(), limit, usage, ..Default::default() };
-        s.host.pool = Some(pool);
-        s.vms[0].cgroup = Some("/slice/a".into());
-        let anon = Bytes::gib(1);
-        s.vms[0].ram = Some(anon);
-        s.vms[0].process = Some(ProcessMemory { anon, ..ProcessMemory::default() });
+        limit(&mut s, Bytes::mib(limit_mib));
         s.vms[0].agent =
             agent.then(|| AgentSample { link: Link::Up, advises: true, ..Default::default() });
         tick(&off, &mut Memory::default(), &s)
@@ -377,14 +384,7 @@ fn what_was_merged_after_the_last_look_needs_room_as_well() {
     let mut at = |at, counted, run| {
         let mut s = seen(10_000, Bytes::mib(20), counted, Bytes::gib(50), 0);
         (s.at, s.host.ksm.as_mut().unwrap().run) = (Stamp(at), run);
-        let usage = Bytes::gib(1);
-        let limit = usage + Bytes::mib(250);
-        s.host.pool =
-            Some(LimitSample { path: "/slice".into(), limit, usage, ..Default::default() });
-        s.vms[0].cgroup = Some("/slice/a".into());
-        let anon = Bytes::gib(1);
-        s.vms[0].ram = Some(anon);
-        s.vms[0].process = Some(ProcessMemory { anon, ..ProcessMemory::default() });
+        limit(&mut s, Bytes::mib(250));
         tick(&off, &mut memory, &s).kept.len()
     };
     let mib = 256;
