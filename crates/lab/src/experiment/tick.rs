@@ -5,7 +5,8 @@
 //! the built one. The CPU time is the kernel's own account of the daemon's threads, divided by the
 //! ticks that it counted meanwhile. Metrics end with the number of VMs.
 //! Arms: `calm` (ordinary ticks only, as on a host with much memory left), `rest` (no VM may be
-//! ballooned), `clear` (nothing is asked for; what was taken while the VMs started is still out, so
+//! ballooned), `max` (each VM may have half of its RAM: Ebb owes memory and gives none, and all VMs
+//! rest), `clear` (nothing is asked for; what was taken while the VMs started is still out, so
 //! ticks are fast), `orders` (idle memory is asked for once a second).
 
 use std::collections::BTreeMap;
@@ -24,7 +25,7 @@ use crate::ebb::{self, Daemon};
 use crate::result::ExperimentResult;
 use crate::vm::{Accel, resident, threads};
 
-const ARMS: [&str; 4] = ["calm", "rest", "clear", "orders"];
+const ARMS: [&str; 5] = ["calm", "rest", "max", "clear", "orders"];
 /// What each stand-in has.
 const RAM: Bytes = Bytes::gib(4);
 
@@ -88,8 +89,12 @@ impl Tick {
     fn arm(&self, standin: &Path, vms: &Vms, arm: &str) -> Result<Figures> {
         let dir = standin.parent().context("a stand-in has no directory")?;
         let all = format!("min = \"{}MiB\"\n", RAM.0 >> 20);
-        let min = if arm == "rest" { all.as_str() } else { "" };
-        let sections: String = vms.0.keys().map(|n| format!("[vm.\"{n}\"]\n{min}")).collect();
+        let size = match arm {
+            "rest" => all.as_str(),
+            "max" => "max = \"50%\"\n",
+            _ => "",
+        };
+        let sections: String = vms.0.keys().map(|n| format!("[vm.\"{n}\"]\n{size}")).collect();
         let config = format!("programs = [\"{}\"]\n{sections}", standin.display());
         // With the times that it ships with.
         Daemon::configure(dir, &[], &config)?;

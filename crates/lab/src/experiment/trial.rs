@@ -134,7 +134,7 @@ impl Output {
 /// What one run of an arm came to: metrics, their units and values.
 pub type Figures = Vec<(&'static str, &'static str, f64)>;
 
-/// All of them, for people.
+/// All figures of a run in one line, as people read them.
 pub fn line(figures: &Figures) -> String {
     let all = figures.iter().map(|(metric, unit, v)| format!("{metric} {}", human(*v, unit)));
     all.collect::<Vec<_>>().join(", ")
@@ -148,8 +148,8 @@ fn value(run: &Figures, metric: &str) -> Option<f64> {
 #[derive(Debug, Default)]
 pub struct Turns(Vec<(String, Vec<Figures>)>);
 
-/// Each arm so often, the arms by turns, every other run the other way round: whatever else the
-/// machine does meets them all.
+/// Runs all arms `runs` times, one after the other, every second time in reverse order. So other
+/// work on the machine, and what an arm leaves behind, affect all arms alike.
 pub fn in_turns<A: AsRef<str>>(
     arms: &[A],
     runs: u32,

@@ -114,7 +114,7 @@ fn agent_for_all(dir: &Path) -> PathBuf {
     library
 }
 
-/// Has a guest touch so much, and free it.
+/// Has a guest touch memory of this size, and free it.
 fn touch_and_free(vm: &Vm, size: Bytes) {
     vm.tool().start_ready("h", "hold", &format!("size={}", size.0), MINUTE).unwrap();
     vm.tool().stop("h").unwrap();

@@ -67,14 +67,14 @@ fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
     vms
 }
 
-/// Two that hold much of the same.
+/// Names of two VMs that hold many equal pages.
 const PAIR: [&str; 2] = ["mg1", "mg2"];
 
 fn boot_pair(agents: Option<&Path>) -> Vec<Vm> {
     boot(&PAIR.map(|name| (name, Kernel::V6_1)), agents)
 }
 
-/// A daemon that merges them, and scans so often.
+/// A daemon that merges the pair, with this time between two scans.
 fn merging(dir: &Path, scan: &str) -> Daemon {
     Daemon::start(dir, &PAIR, &merge_config(scan)).unwrap()
 }
@@ -83,7 +83,7 @@ fn merge_config(scan: &str) -> String {
     format!("{MERGING}floor = \"1MiB\"\nscan = \"{scan}\"\n")
 }
 
-/// Waits until so many pages of each VM are merged; the daemon's state then.
+/// Waits until more than `pages` pages of each VM are merged; the daemon's state then.
 fn wait_merged(daemon: &Daemon, pages: u64, deadline: Duration) -> Value {
     let many = |s: &Value| merged(s).iter().all(|n| *n > pages).then(|| s.clone());
     daemon.wait_for("merged pages", deadline, many).unwrap()

@@ -47,7 +47,7 @@ fn boot(arena: &Arena, kernel: Kernel, memory: RamKind, faults: &str) -> Place {
     place
 }
 
-/// Everything, at most so long.
+/// All free pages, for at most this time.
 fn all(budget_ms: u64) -> Recycle {
     Recycle { budget_ms, huge: HugePages::Split, ..Recycle::default() }
 }

@@ -20,15 +20,17 @@ fn vm_the_agent_works_in_a_confined_domain_and_loses_nothing() {
     domain.tool().start("v", "verify", "size=104857600 seconds=100000 threads=2").unwrap();
     domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
     domain.tool().stop("hog").unwrap();
+    // A host that is clear keeps huge pages whole in which the other job has a page; an order of
+    // an operator splits them.
     let recycled = |least: u64| {
+        daemon.reclaim_vm("confined").unwrap();
         wait_vm(&daemon, "confined", "what was freed", |vm| {
             vm["agent"]["counters"]["recycled"].as_u64() > Some(least << 20)
         });
     };
-    recycled(100);
+    recycled(150);
     let checked = domain.tool().finish("v", PATIENCE).unwrap();
     recycled(250);
-    daemon.reclaim_vm("confined").unwrap();
     assert_eq!(checked.u64("errors"), 0, "{checked:?}");
     assert!(checked.u64("checks") > 0, "{checked:?}");
     wait_whole(&libvirtd, daemon, &["confined"]);

@@ -238,7 +238,7 @@ fn a_vm_that_is_not_managed_any_more_is_given_back_and_not_spoken_to() {
     Scene { place, vms: vec![vm], watch, daemon }.end_whole();
 }
 
-/// It serves its VMs, and takes the next reload.
+/// The daemon serves its VMs all the same, and a later reload brings its socket back.
 #[test]
 fn a_reload_to_a_socket_that_cannot_be_used_goes_on_without_one() {
     let Some((place, vm, watch, daemon)) = squeezed("unheard", false) else { return };
@@ -259,12 +259,12 @@ fn a_reload_to_a_socket_that_cannot_be_used_goes_on_without_one() {
     Scene { place, vms: vec![vm], watch, daemon }.end_whole();
 }
 
-/// As a file system does after an error. What is owed is known, and needs no file to be given.
+/// A file system becomes read-only after an error. To give memory back needs no write.
 #[test]
 fn release_gives_back_from_a_state_file_that_cannot_be_written() {
     let Some((place, vm, mut watch, daemon)) = squeezed("read-only", false) else { return };
     daemon.crash();
-    // In a namespace that ends with the command, whatever becomes of this test.
+    // In a mount namespace that ends with the command, also where this test fails.
     let read_only = "mount --bind $0 $0 && mount -o remount,bind,ro $0 && exec \"$@\"";
     let mut release = Command::new("unshare");
     release

@@ -7,7 +7,8 @@ use super::*;
 /// Fewer ticks than an operator is left alone for, more than Ebb needs to do anything.
 const WHILE: u64 = 25;
 
-/// Stand-ins, the law's eyes on them, and a daemon. They end in this order.
+/// Stand-ins, the check of what they are owed, and a daemon. A failed test ends them in the order of
+/// the fields.
 pub struct Scene {
     pub daemon: Daemon,
     pub watch: Watch,
