@@ -220,7 +220,7 @@ impl Laws {
         {
             self.breach(Law::PagedOut, at, "the host has enough".into());
         }
-        let out: Bytes = world.guests.iter().map(|g| g.out).sum();
+        let out: Bytes = world.guests.iter().map(|g| g.out + g.paging).sum();
         if out + orders.iter().map(|o| o.bytes).sum() > world.host.swap {
             self.breach(Law::PagedOut, at, "more than the host's swap holds".into());
         }

@@ -51,6 +51,11 @@ pub fn offload(
     let Some(room) = model.host.offload_room else {
         return (Vec::new(), "no swap, or host.offload = false".into());
     };
+    // Its swap is not taken yet, and one thread carries out all orders: what is ordered beside it
+    // would only wait, and be more than is missing.
+    if model.vms.iter().any(|vm| vm.tasks.offload.as_ref().is_some_and(|o| o.busy)) {
+        return (Vec::new(), "what was ordered before is being paged out".into());
+    }
     let before: Bytes = ordered.iter().copied().sum();
     let room = room - before;
     let pace = pace(model.host.shown.state);
@@ -105,7 +110,6 @@ fn coldness(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<u64> {
         && (vm.standing == Standing::Ready || vm.beyond_balloon || vm.paused)
         && vm.pinned.is_none()
         && vm.distress.is_empty()
-        && !vm.tasks.offload.as_ref().is_some_and(|o| o.busy)
         && !usable(vm).is_some_and(|a| a.busy)
         && to_come(model, vm, m) < RECYCLED
         && m.cold.back_until.is_none_or(|t| t <= model.at);
@@ -249,6 +253,17 @@ mod tests {
     }
 
     #[test]
+    fn nothing_is_ordered_beside_what_is_being_paged_out() {
+        let both = |busy| {
+            let (mut first, others) = (vm(1), (vm(2), quiet_for(2, 200)));
+            first.tasks.offload = Some(OffloadSample { busy, ..OffloadSample::default() });
+            vec![(first, quiet_for(1, 100)), others]
+        };
+        assert_eq!(ask(Pressure::Critical, Some(999), 99, both(false)), [(2, 99)]);
+        assert_eq!(ask(Pressure::Critical, Some(999), 99, both(true)), []);
+    }
+
+    #[test]
     fn hands_off_where_it_would_do_harm() {
         let cold = || (vm(1), quiet_for(1, 200));
         let refused =
@@ -261,9 +276,6 @@ mod tests {
         refused((v, m));
         let (mut v, m) = cold();
         v.standing = Standing::Off("it is being migrated".into());
-        refused((v, m));
-        let (mut v, m) = cold();
-        v.tasks.offload = Some(OffloadSample { busy: true, ..OffloadSample::default() });
         refused((v, m));
         let (v, mut m) = cold();
         m.cold.back_until = Some(Stamp(NOW.0 + 1));

@@ -13,10 +13,11 @@ use serde_json::{Value, json};
 
 use super::ksm::{KsmError, has_room, merged_now};
 use crate::probe::ksm::read_ksm_stat;
-use crate::probe::regions::{Region, guest_ram, read_smaps};
+use crate::probe::regions::{Region, guest_memory, read_smaps};
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
 use crate::root::{ProbeError, Root};
+use crate::sys::Range;
 
 /// Breaking a VM's merges is done while QEMU answers: microseconds a page.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -34,8 +35,12 @@ pub enum MergeableError {
     Gone(u32),
     #[error("it has no RAM that KSM could merge (shared memory, hugetlb pages)")]
     NoRam,
+    #[error("QEMU's answer to query-memdev tells of no memory")]
+    NoBackends,
     #[error("QEMU took it, but the mappings still say the opposite: not done")]
     NoEffect,
+    #[error("not done in {} s", PATIENCE.as_secs())]
+    Late,
     #[error("whether it was done is not known: {0}")]
     NotSeen(String),
 }
@@ -56,36 +61,98 @@ pub fn set(
     on: bool,
 ) -> Result<SetOutcome, MergeableError> {
     let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
-    if ksm_state_of(&regions)?.open == on {
+    let state = ksm_state_of(&regions)?;
+    if !on && !state.is_open(None) {
         return Ok(SetOutcome::Already);
+    }
+    let backends = Backends::parse(&qmp.execute("query-memdev", None, PATIENCE)?)?;
+    if state.is_open(Some(&backends)) == on {
+        return Ok(SetOutcome::Already);
+    }
+    if on && !state.can_be_open() {
+        return Err(MergeableError::NoRam);
     }
     if !on {
         let merged = merged_now(&read_ksm_stat(root, id.pid)?.unwrap_or_default(), &regions);
         has_room(root, merged, &[(id.pid, merged)])?;
     }
-    let backends = parse_backends(&qmp.execute("query-memdev", None, PATIENCE)?)?;
     for (value, done) in [(on, SetOutcome::Now), (!on, SetOutcome::Inverted)] {
-        for path in &backends {
+        for path in &backends.paths {
             let set = qmp_balloon::set(path, "merge", json!(value));
             qmp.execute("qom-set", Some(set), PATIENCE)?;
         }
-        if ksm_state(root, id)?.open == on {
+        if ksm_state(root, id)?.is_open(Some(&backends)) == on {
             return Ok(done);
         }
     }
     Err(MergeableError::NoEffect)
 }
 
+/// Whether a VM's RAM is open to KSM, with what QEMU tells of it.
+pub fn is_open(root: &Root, id: VmId, qmp: &mut Client) -> Result<bool, MergeableError> {
+    let backends = Backends::parse(&qmp.execute("query-memdev", None, PATIENCE)?)?;
+    Ok(ksm_state(root, id)?.is_open(Some(&backends)))
+}
+
 /// Firmware and device memory smaller than this keeps QEMU's own mark.
 pub const LEAST_RAM: u64 = 32 << 20;
 
-/// Whether a VM's RAM proper is open to KSM and what is merged, by its mappings.
+/// One piece of guest memory of at least [`LEAST_RAM`]: RAM, or memory of a device such as a
+/// display's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KsmState {
+pub struct MemoryBlock {
+    pub range: Range,
     /// Some of it is open to KSM.
     pub open: bool,
+    /// KSM can merge such memory: it is private and of small pages or transparent huge pages.
+    pub can_be_open: bool,
     /// Merged, zeros not counted.
     pub merged: Bytes,
+}
+
+/// What a process's mappings show of its guest memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KsmState {
+    pub blocks: Vec<MemoryBlock>,
+}
+
+impl KsmState {
+    /// Whether some RAM of the VM is open. QEMU marks the memory of devices, too, and closes only
+    /// backends. So with its backends, of blocks of one size as many must be closed as there are
+    /// private backends of this size. Where both do not fit together, or backends are not known,
+    /// all blocks count as RAM.
+    pub fn is_open(&self, backends: Option<&Backends>) -> bool {
+        let Some(backends) = backends.filter(|b| self.fits(b)) else {
+            return self.blocks.iter().any(|b| b.open);
+        };
+        let stay = |size: &u64| self.count(*size, |b| !b.open) < backends.count(*size);
+        backends.sizes.iter().any(stay)
+    }
+
+    /// Each backend is there, and none of the other blocks is so large that it may be RAM of which
+    /// QEMU does not tell (before 5.0).
+    fn fits(&self, backends: &Backends) -> bool {
+        backends.sizes.iter().all(|size| self.count(*size, |_| true) >= backends.count(*size))
+            && self.blocks.iter().all(|b| b.range.len <= backends.largest)
+    }
+
+    /// Whether [`Self::is_open`] depends on the backends.
+    pub fn needs_backends(&self) -> bool {
+        self.blocks.len() > 1 && self.is_open(None)
+    }
+
+    /// Merged, zeros not counted.
+    pub fn merged(&self) -> Bytes {
+        self.blocks.iter().map(|b| b.merged).sum()
+    }
+
+    pub fn can_be_open(&self) -> bool {
+        self.blocks.iter().any(|b| b.can_be_open)
+    }
+
+    fn count(&self, size: u64, is: impl Fn(&MemoryBlock) -> bool) -> usize {
+        self.blocks.iter().filter(|b| b.range.len == size && is(b)).count()
+    }
 }
 
 pub fn ksm_state(root: &Root, id: VmId) -> Result<KsmState, MergeableError> {
@@ -93,23 +160,116 @@ pub fn ksm_state(root: &Root, id: VmId) -> Result<KsmState, MergeableError> {
 }
 
 fn ksm_state_of(regions: &[Region]) -> Result<KsmState, MergeableError> {
-    let ram = guest_ram(regions);
+    let memory = guest_memory(regions);
     // Ranges that are open are mappings of their own.
-    let wholes = ram.chunk_by(|one, next| one.range.end() == next.range.start);
-    let is_large = |whole: &&[&Region]| whole.iter().map(|r| r.range.len).sum::<u64>() >= LEAST_RAM;
-    let ram = wholes.filter(is_large).collect::<Vec<_>>().concat();
-    if ram.is_empty() {
-        return Err(MergeableError::NoRam);
-    }
-    let open = ram.iter().any(|r| r.mergeable);
-    Ok(KsmState { open, merged: ram.iter().filter_map(|r| r.ksm).sum() })
+    let wholes = memory.chunk_by(|one, next| one.range.end() == next.range.start);
+    let block = |whole: &[&Region]| MemoryBlock {
+        range: Range { start: whole[0].range.start, len: whole.iter().map(|r| r.range.len).sum() },
+        open: whole.iter().any(|r| r.mergeable),
+        can_be_open: whole.iter().any(|r| r.can_be_merged()),
+        merged: whole.iter().filter_map(|r| r.ksm).sum(),
+    };
+    let blocks: Vec<_> = wholes.map(block).filter(|b| b.range.len >= LEAST_RAM).collect();
+    if blocks.is_empty() { Err(MergeableError::NoRam) } else { Ok(KsmState { blocks }) }
 }
 
-/// Parses the answer to `query-memdev`: the objects that are its RAM, without those
-/// that are shared. RAM without a named object is one too (`/objects/pc.ram`).
-pub fn parse_backends(said: &Value) -> Result<Vec<String>, MergeableError> {
-    let private = said.as_array().into_iter().flatten().filter(|dev| dev["share"] != true);
-    let path = |dev: &Value| Some(format!("/objects/{}", dev["id"].as_str()?));
-    let found: Vec<String> = private.filter_map(path).collect();
-    if found.is_empty() { Err(MergeableError::NoRam) } else { Ok(found) }
+/// What QEMU says of its memory backends.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Backends {
+    /// Those that are not shared, as QOM objects.
+    pub paths: Vec<String>,
+    /// Sizes of those of them that are at least [`LEAST_RAM`], in bytes.
+    sizes: Vec<u64>,
+    /// The largest of all, shared ones too.
+    largest: u64,
+}
+
+impl Backends {
+    /// Parses the answer to `query-memdev`. RAM without a named object is one too
+    /// (`/objects/pc.ram`).
+    pub fn parse(said: &Value) -> Result<Backends, MergeableError> {
+        let mut backends = Backends::default();
+        for dev in said.as_array().into_iter().flatten() {
+            let size = dev["size"].as_u64().ok_or(MergeableError::NoBackends)?;
+            backends.largest = backends.largest.max(size);
+            if let (Some(id), false) = (dev["id"].as_str(), dev["share"] == true) {
+                backends.paths.push(format!("/objects/{id}"));
+                backends.sizes.extend(Some(size).filter(|size| *size >= LEAST_RAM));
+            }
+        }
+        if backends.largest == 0 { Err(MergeableError::NoBackends) } else { Ok(backends) }
+    }
+
+    fn count(&self, size: u64) -> usize {
+        self.sizes.iter().filter(|s| **s == size).count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// Guest memory one after the other, apart: its size in MiB, and whether it is open.
+    fn state(blocks: &[(u64, bool)]) -> KsmState {
+        let region = |(i, (mib, open)): (usize, &(u64, bool))| Region {
+            range: Range { start: (i as u64 + 1) << 40, len: mib * MIB },
+            plain: true,
+            dontfork: true,
+            mergeable: *open,
+            ..Region::default()
+        };
+        ksm_state_of(&blocks.iter().enumerate().map(region).collect::<Vec<_>>()).unwrap()
+    }
+
+    fn backends(sizes: &[(u64, bool)]) -> Backends {
+        let dev =
+            |(mib, share): &(u64, bool)| json!({ "id": "a", "size": mib * MIB, "share": share });
+        Backends::parse(&sizes.iter().map(dev).collect()).unwrap()
+    }
+
+    #[test]
+    fn memory_of_devices_does_not_count_where_backends_tell_which_is_ram() {
+        let (on, off) = (true, false);
+        let (private, shared) = (false, true);
+        let ram = backends(&[(512, private)]);
+        // Firmware and small device memory never counts.
+        assert!(!state(&[(512, off), (16, on)]).is_open(None));
+        let display = state(&[(512, off), (64, on)]);
+        assert!(display.needs_backends() && display.is_open(None));
+        assert!(!display.is_open(Some(&ram)));
+        assert!(state(&[(512, on), (64, on)]).is_open(Some(&ram)));
+        assert!(!state(&[(512, off), (64, off)]).needs_backends());
+        // A display of the size of a plugged backend: one of two is RAM.
+        let plugged = backends(&[(512, private), (64, private)]);
+        assert!(!state(&[(512, off), (64, off), (64, on)]).is_open(Some(&plugged)));
+        assert!(state(&[(512, off), (64, on), (64, on)]).is_open(Some(&plugged)));
+        // What does not fit together counts as RAM.
+        assert!(state(&[(512, off), (32, on)]).is_open(Some(&plugged)));
+        assert!(state(&[(512, off), (1024, on)]).is_open(Some(&ram)));
+        // RAM is shared memory.
+        let memfd = backends(&[(512, shared)]);
+        assert!(!state(&[(64, on)]).is_open(Some(&memfd)) && memfd.paths.is_empty());
+    }
+
+    #[test]
+    fn shared_memory_alone_is_closed() {
+        let region = Region {
+            range: Range { start: 1 << 40, len: 512 * MIB },
+            shared: true,
+            dontfork: true,
+            ..Region::default()
+        };
+        let state = ksm_state_of(&[region]).unwrap();
+        assert!(!state.is_open(None) && !state.can_be_open() && !state.needs_backends());
+        assert!(matches!(ksm_state_of(&[]), Err(MergeableError::NoRam)));
+    }
+
+    #[test]
+    fn an_answer_without_backends_or_sizes_is_refused() {
+        for said in [json!([]), json!({}), json!([{ "id": "a" }]), json!([{ "size": "1" }])] {
+            assert!(matches!(Backends::parse(&said), Err(MergeableError::NoBackends)), "{said}");
+        }
+    }
 }

@@ -96,7 +96,7 @@ impl LinuxHost {
             let ranged = vm.agent.as_ref().and_then(|_| results.ranges.get(&sample.id));
             part.found = ranged.map(|(_, found)| found).or(found).copied();
             drop(results);
-            vm.go_on_merging(look.as_ref());
+            let is_open = vm.go_on_merging(look.as_ref());
             if steer && vm.decide_look(look.as_ref(), copied, part.stat.merging_pages, working) {
                 merger.look(sample.id);
             }
@@ -108,8 +108,8 @@ impl LinuxHost {
                 // is mergeable is believed when it is seen.
                 let says = vm.agent.as_ref().is_some_and(|a| a.open() > Bytes::ZERO);
                 let state = look.state.as_ref().ok();
-                part.open = state.map(|state| state.open || says);
-                part.seen = state.map(|state| (look.at, state.merged));
+                part.open = is_open.map(|is_open| is_open || says);
+                part.seen = state.map(|state| (look.at, state.merged()));
                 part.error = part.error.take().or(look.state.err());
             }
             let told = |why: &String| problem(sample.id, "merging".into(), why.clone());

@@ -103,16 +103,31 @@ fn header(line: &str) -> Option<Region> {
     })
 }
 
+impl Region {
+    pub fn can_be_merged(&self) -> bool {
+        self.plain && !self.hugetlb
+    }
+}
+
 /// The mappings that can be a VM's RAM and can be merged. QEMU marks guest memory
 /// as not to be copied by fork; where nothing is marked so, large plain mappings
 /// count.
 pub fn guest_ram(regions: &[Region]) -> Vec<&Region> {
-    let plain = |r: &&Region| r.plain && !r.hugetlb;
-    let marked: Vec<&Region> = regions.iter().filter(plain).filter(|r| r.dontfork).collect();
+    marked_or_large(regions, Region::can_be_merged)
+}
+
+/// The same with what cannot be merged.
+pub fn guest_memory(regions: &[Region]) -> Vec<&Region> {
+    marked_or_large(regions, |_| true)
+}
+
+fn marked_or_large(regions: &[Region], kind: impl Fn(&Region) -> bool) -> Vec<&Region> {
+    let those = || regions.iter().filter(|r| kind(r));
+    let marked: Vec<&Region> = those().filter(|r| r.dontfork).collect();
     if !marked.is_empty() {
         return marked;
     }
-    regions.iter().filter(plain).filter(|r| r.range.len >= LEAST_RAM).collect()
+    those().filter(|r| r.can_be_merged() && r.range.len >= LEAST_RAM).collect()
 }
 
 /// Guest memory that KSM refuses, and why; the largest such mapping decides.

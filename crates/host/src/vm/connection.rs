@@ -44,7 +44,7 @@ impl Vm {
         Ok(std::iter::once(first.clone()).chain(others).collect())
     }
 
-    fn usable_sockets(&self) -> Result<Vec<PathBuf>, String> {
+    pub(super) fn usable_sockets(&self) -> Result<Vec<PathBuf>, String> {
         let paths = match &self.process.args.qmp {
             QmpAddress::Paths(paths) => paths,
             QmpAddress::None { why } => return Err(why.clone()),

@@ -12,9 +12,10 @@ use serde_json::json;
 
 use super::Vm;
 use crate::act::ksm_worker::MappingsLook;
-use crate::act::vm_mergeable::{MergeableError, PATIENCE, parse_backends};
+use crate::act::vm_mergeable::{Backends, KsmState, MergeableError, PATIENCE};
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon;
+use crate::sys::Range;
 
 /// A VM's mappings are looked at again after this, or after a thousand times as long as a
 /// look takes: the kernel walks all page tables for one, 25 ms a GiB of small pages.
@@ -37,10 +38,21 @@ impl Vm {
         self.merging = merging;
     }
 
-    pub fn go_on_merging(&mut self, look: Option<&MappingsLook>) {
-        let client = self.client.as_mut().filter(|c| c.takes_late());
-        self.merging.go_on(client, look);
+    /// Goes on with an order. Whether its RAM is open to KSM, where that is known.
+    pub fn go_on_merging(&mut self, look: Option<&MappingsLook>) -> Option<bool> {
+        let mut merging = std::mem::take(&mut self.merging);
+        merging.go_on(self.client.as_mut().filter(|c| c.takes_late()), look);
+        let state = look.and_then(|look| look.state.as_ref().ok());
+        let unknown = state.is_some_and(|state| merging.must_ask(state));
+        if let (true, Some(client)) = (unknown, self.usable()) {
+            merging.learn(client);
+        }
         self.client.iter_mut().for_each(Client::flush);
+        self.merging = merging;
+        if unknown && self.usable_sockets().is_ok() {
+            return None;
+        }
+        Some(self.merging.is_open(state?))
     }
 
     /// Whether its mappings are to be looked at: never yet, because an order waits
@@ -88,19 +100,30 @@ pub(super) fn look_is_due(news: bool, age: Duration, took: Duration) -> bool {
     news && age >= calm || age >= (took * LOOK_EVERY.1).max(LOOK_EVERY.0)
 }
 
-/// An order under way, and what was wrong with the last one.
+/// An order under way, what was wrong with the last one, and what tells RAM from other memory.
 #[derive(Debug, Default)]
 pub(crate) struct MergeLink {
     under_way: Option<UnderWay>,
     pub error: Option<String>,
+    told: Option<Told>,
+}
+
+/// What QEMU said of its memory backends.
+#[derive(Debug)]
+struct Told {
+    /// The memory blocks that were there.
+    blocks: Vec<Range>,
+    /// `None`: its answer cannot be used.
+    backends: Option<Backends>,
 }
 
 #[derive(Debug)]
 struct UnderWay {
-    want: bool,
+    /// `None`: QEMU is only asked for its backends.
+    want: Option<bool>,
     /// What QEMU is told.
     value: bool,
-    backends: Vec<String>,
+    paths: Vec<String>,
     begun: Instant,
     step: Step,
 }
@@ -118,14 +141,37 @@ enum Step {
 impl MergeLink {
     /// Begins, unless an order is under way.
     pub fn order(&mut self, want: bool, client: &mut Client) {
-        if self.is_busy() {
-            return;
+        if !self.is_busy() {
+            self.error = None;
+            self.begin(Some(want), client);
         }
-        self.error = None;
+    }
+
+    /// Whether it makes a difference which memory is RAM, and QEMU has not told.
+    fn must_ask(&self, state: &KsmState) -> bool {
+        state.needs_backends() && self.told_of(state).is_none()
+    }
+
+    fn learn(&mut self, client: &mut Client) {
+        if !self.is_busy() {
+            self.begin(None, client);
+        }
+    }
+
+    fn begin(&mut self, want: Option<bool>, client: &mut Client) {
         match client.send("query-memdev", None) {
             Ok(id) => self.under_way = Some(UnderWay::new(want, id)),
             Err(e) => self.error = Some(e.to_string()),
         }
+    }
+
+    /// What QEMU said while the same memory was there.
+    fn told_of(&self, state: &KsmState) -> Option<&Told> {
+        self.told.as_ref().filter(|told| told.blocks == ranges(state))
+    }
+
+    fn is_open(&self, state: &KsmState) -> bool {
+        state.is_open(self.told_of(state).and_then(|told| told.backends.as_ref()))
     }
 
     pub fn is_busy(&self) -> bool {
@@ -144,37 +190,49 @@ impl MergeLink {
     pub fn go_on(&mut self, client: Option<&mut Client>, look: Option<&MappingsLook>) {
         let Some(mut order) = self.under_way.take() else { return };
         let Some(client) = client else {
-            return self.error = Some("the QMP connection was lost meanwhile".into());
+            let lost = order.want.map(|_| "the QMP connection was lost meanwhile".into());
+            return self.error = lost.or(self.error.take());
         };
-        if order.begun.elapsed() > PATIENCE {
-            order.forget(client);
-            return self.error = Some(format!("not done in {} s", PATIENCE.as_secs()));
-        }
-        match order.go_on(client, look) {
+        let late = order.begun.elapsed() > PATIENCE;
+        let result =
+            if late { Err(MergeableError::Late) } else { self.step(&mut order, client, look) };
+        match result {
             Ok(true) => {}
             Ok(false) => self.under_way = Some(order),
-            Err(e) => self.error = Some(e.to_string()),
+            Err(e) => {
+                order.forget(client);
+                if order.want.is_none() {
+                    let state = look.and_then(|look| look.state.as_ref().ok());
+                    let blocks = state.map(ranges).unwrap_or_default();
+                    self.told = Some(Told { blocks, backends: None });
+                }
+                self.error = Some(e.to_string());
+            }
         }
-    }
-}
-
-impl UnderWay {
-    fn new(want: bool, id: u64) -> UnderWay {
-        let (begun, step) = (Instant::now(), Step::Listing(id));
-        UnderWay { want, value: want, backends: Vec::new(), begun, step }
     }
 
     /// Whether it is done.
-    fn go_on(
+    fn step(
         &mut self,
+        order: &mut UnderWay,
         client: &mut Client,
         look: Option<&MappingsLook>,
     ) -> Result<bool, MergeableError> {
-        match &mut self.step {
+        match &mut order.step {
             Step::Listing(id) => {
                 let Some(said) = client.take_reply(*id) else { return Ok(false) };
-                self.backends = parse_backends(&said?)?;
-                self.set(client)?;
+                let backends = Backends::parse(&said?)?;
+                order.paths.clone_from(&backends.paths);
+                let state = look.and_then(|look| look.state.as_ref().ok());
+                if let Some(state) = state {
+                    let blocks = ranges(state);
+                    self.told = Some(Told { blocks, backends: Some(backends) });
+                }
+                let Some(want) = order.want else { return Ok(true) };
+                if order.paths.is_empty() || want && state.is_some_and(|s| !s.can_be_open()) {
+                    return Err(MergeableError::NoRam);
+                }
+                order.set(client)?;
             }
             Step::Setting(ids) => {
                 let mut failed = None;
@@ -185,23 +243,21 @@ impl UnderWay {
                         false
                     }
                 });
-                let is_last = ids.is_empty();
                 if let Some(error) = failed {
-                    self.forget(client);
                     return Err(error.into());
                 }
-                if is_last {
-                    self.step = Step::Looking(Instant::now());
+                if ids.is_empty() {
+                    order.step = Step::Looking(Instant::now());
                 }
             }
             Step::Looking(since) => {
                 let Some(look) = look.filter(|look| look.begun >= *since) else { return Ok(false) };
                 match &look.state {
-                    Ok(state) if state.open == self.want => return Ok(true),
+                    Ok(state) if Some(self.is_open(state)) == order.want => return Ok(true),
                     // QEMU 9.1.0 does the opposite of what it is told.
-                    Ok(_) if self.value == self.want => {
-                        self.value = !self.want;
-                        self.set(client)?;
+                    Ok(_) if Some(order.value) == order.want => {
+                        order.value = !order.value;
+                        order.set(client)?;
                     }
                     Ok(_) => return Err(MergeableError::NoEffect),
                     Err(why) => return Err(MergeableError::NotSeen(why.clone())),
@@ -210,11 +266,22 @@ impl UnderWay {
         }
         Ok(false)
     }
+}
+
+fn ranges(state: &KsmState) -> Vec<Range> {
+    state.blocks.iter().map(|b| b.range).collect()
+}
+
+impl UnderWay {
+    fn new(want: Option<bool>, id: u64) -> UnderWay {
+        let (begun, step) = (Instant::now(), Step::Listing(id));
+        UnderWay { want, value: want.unwrap_or_default(), paths: Vec::new(), begun, step }
+    }
 
     fn set(&mut self, client: &mut Client) -> Result<(), QmpError> {
         let set = |path: &str| qmp_balloon::set(path, "merge", json!(self.value));
         let one = |path: &String| client.send("qom-set", Some(set(path)));
-        self.step = Step::Setting(self.backends.iter().map(one).collect::<Result<_, _>>()?);
+        self.step = Step::Setting(self.paths.iter().map(one).collect::<Result<_, _>>()?);
         Ok(())
     }
 
@@ -239,7 +306,24 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
-    use crate::act::vm_mergeable::KsmState;
+    use crate::act::vm_mergeable::MemoryBlock;
+
+    const RAM: u64 = 1 << 30;
+    const DISPLAY: u64 = 64 << 20;
+
+    /// What the mappings show of a VM with RAM, and with a display whose memory stays open if it is
+    /// `shown`.
+    fn state(open: bool, shown: bool) -> KsmState {
+        let block = |start, len, open| MemoryBlock {
+            range: Range { start, len },
+            open,
+            can_be_open: true,
+            merged: Bytes::ZERO,
+        };
+        let mut blocks = vec![block(2 * RAM, RAM, open)];
+        blocks.extend(shown.then(|| block(0, DISPLAY, true)));
+        KsmState { blocks }
+    }
 
     /// A stand-in for QEMU with one private and one shared backend: what it is told
     /// to do with its RAM shows in the mark, `turned` round, or not at all.
@@ -250,8 +334,8 @@ mod tests {
             let asked: Value = serde_json::from_str(&line).unwrap();
             let said = match asked["execute"].as_str().unwrap() {
                 "query-memdev" => json!([
-                    { "id": "pc.ram", "share": false },
-                    { "id": "other", "share": true },
+                    { "id": "pc.ram", "share": false, "size": RAM },
+                    { "id": "other", "share": true, "size": 4096 },
                 ]),
                 "qom-set" => {
                     assert_eq!(asked["arguments"]["path"], "/objects/pc.ram");
@@ -270,50 +354,88 @@ mod tests {
         }
     }
 
-    /// An order carried out; the mark afterwards, and the error.
-    fn carried_out(from: bool, want: bool, does: Option<bool>) -> (bool, Option<String>) {
+    /// What happens to a VM whose RAM is `open`.
+    fn with_qemu<T>(
+        open: bool,
+        does: Option<bool>,
+        run: impl FnOnce(&mut Client, &dyn Fn() -> bool) -> T,
+    ) -> T {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("qmp");
         let listener = UnixListener::bind(&path).unwrap();
-        let mark = Arc::new(Mutex::new(from));
+        let mark = Arc::new(Mutex::new(open));
         let theirs = Arc::clone(&mark);
         let peer = std::thread::spawn(move || qemu(listener, theirs, does));
         let mut client = Client::connect(&path, Duration::from_secs(20)).unwrap();
-        // From before: what it says of now does not count.
-        let look = |open| MappingsLook {
-            begun: Instant::now(),
-            at: Stamp(0),
-            took: Duration::ZERO,
-            state: Ok(KsmState { open, merged: Bytes::ZERO }),
-        };
-        let stale = look(want);
-        let mut link = MergeLink::default();
-        link.order(want, &mut client);
+        let result = run(&mut client, &|| *mark.lock().unwrap());
+        drop(client);
+        peer.join().unwrap();
+        result
+    }
+
+    fn look(state: KsmState) -> MappingsLook {
+        MappingsLook { begun: Instant::now(), at: Stamp(0), took: Duration::ZERO, state: Ok(state) }
+    }
+
+    fn end(
+        link: &mut MergeLink,
+        client: &mut Client,
+        mut each: impl FnMut(&mut MergeLink, &mut Client),
+    ) {
         let until = Instant::now() + Duration::from_secs(20);
         while link.is_busy() && Instant::now() < until {
             client.pump();
-            link.go_on(Some(&mut client), Some(&stale));
-            if link.waits_for_look().is_some() {
-                assert!(link.is_busy(), "an old look is no proof");
-                let now = look(*mark.lock().unwrap());
-                link.go_on(Some(&mut client), Some(&now));
-            }
+            each(link, client);
             std::thread::yield_now();
         }
         assert!(!link.is_busy(), "it comes to an end");
-        drop(client);
-        peer.join().unwrap();
-        let open = *mark.lock().unwrap();
-        (open, link.error)
+    }
+
+    /// An order carried out; the mark afterwards, and the error.
+    fn carried_out(want: bool, does: Option<bool>, shown: bool) -> (bool, Option<String>) {
+        with_qemu(!want, does, |client, mark| {
+            // From before: what it says of now does not count.
+            let stale = look(state(want, shown));
+            let mut link = MergeLink::default();
+            link.order(want, client);
+            end(&mut link, client, |link, client| {
+                link.go_on(Some(client), Some(&stale));
+                if link.waits_for_look().is_some() {
+                    assert!(link.is_busy(), "an old look is no proof");
+                    link.go_on(Some(client), Some(&look(state(mark(), shown))));
+                }
+            });
+            (mark(), link.error)
+        })
     }
 
     #[test]
     fn an_order_is_done_when_the_mappings_show_it_also_where_qemu_has_it_inverted() {
-        for want in [true, false] {
-            assert_eq!(carried_out(!want, want, Some(false)), (want, None));
-            assert_eq!(carried_out(!want, want, Some(true)), (want, None), "9.1.0");
-            let (open, error) = carried_out(!want, want, None);
+        for (want, shown) in [(true, false), (false, false), (true, true), (false, true)] {
+            assert_eq!(carried_out(want, Some(false), shown), (want, None));
+            assert_eq!(carried_out(want, Some(true), shown), (want, None), "9.1.0");
+            let (open, error) = carried_out(want, None, shown);
             assert!(open != want && error.unwrap().contains("not done"));
+        }
+    }
+
+    #[test]
+    fn qemu_is_asked_which_memory_is_ram_where_there_is_other() {
+        assert!(!MergeLink::default().must_ask(&state(true, false)), "one block is RAM");
+        for open in [true, false] {
+            with_qemu(open, Some(false), |client, _| {
+                let mut link = MergeLink::default();
+                let there = state(open, true);
+                assert!(link.must_ask(&there) && link.is_open(&there));
+                link.learn(client);
+                let seen = look(there.clone());
+                end(&mut link, client, |link, client| link.go_on(Some(client), Some(&seen)));
+                assert_eq!((link.must_ask(&there), link.is_open(&there)), (false, open));
+                let mut more = there;
+                more.blocks.insert(1, MemoryBlock { open: true, ..more.blocks[0] });
+                more.blocks[1].range.start = RAM / 2;
+                assert!(link.must_ask(&more) && link.is_open(&more), "memory was plugged in");
+            });
         }
     }
 
@@ -323,7 +445,7 @@ mod tests {
         let mut link = MergeLink::default();
         link.order(true, &mut Client::new(dir.path().join("none")));
         assert!(!link.is_busy() && link.error.as_ref().unwrap().contains("no such socket"));
-        link.under_way = Some(UnderWay::new(true, 1));
+        link.under_way = Some(UnderWay::new(Some(true), 1));
         link.go_on(None, None);
         assert!(!link.is_busy() && link.error.as_ref().unwrap().contains("was lost"));
     }

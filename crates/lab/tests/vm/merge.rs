@@ -14,7 +14,7 @@ use ebb_core::sample::VmId;
 use ebb_core::units::PAGE;
 use ebb_core::wire::Attach;
 use ebb_core::wire::hashes::HashRequest;
-use ebb_host::act::vm_mergeable::{KsmState, ksm_state};
+use ebb_host::act::vm_mergeable::{MemoryBlock, ksm_state};
 use ebb_host::probe::process::read_stat;
 use ebb_host::probe::regions::read_smaps;
 use ebb_host::scan::random_key;
@@ -49,6 +49,8 @@ fn boot(names: &[(&str, Kernel)], agents: Option<&Path>) -> Vec<Vm> {
     let config = |(name, kernel): &(&str, Kernel)| {
         let mut config = VmConfig::new(*name, Bytes::mib(224));
         config.kernel = *kernel;
+        // QEMU marks its memory for KSM, too, and does not close it.
+        config.args = ["-device", "VGA,vgamem_mb=64"].map(String::from).to_vec();
         if let Some(dir) = agents {
             guest_stack::prepare(&mut config, dir).unwrap();
         }
@@ -412,10 +414,11 @@ fn truth(vms: &[Vm]) -> Truth {
     truth
 }
 
-/// What a VM's mappings show: whether it is open to KSM, and what is merged of it now.
-fn mapped(vm: &Vm) -> KsmState {
+/// What a VM's mappings show of its RAM, its largest piece of memory.
+fn mapped(vm: &Vm) -> MemoryBlock {
     let start = read_stat(&Root::default(), vm.pid()).unwrap().unwrap().start;
-    ksm_state(&Root::default(), VmId { pid: vm.pid(), start }).unwrap()
+    let blocks = ksm_state(&Root::default(), VmId { pid: vm.pid(), start }).unwrap().blocks;
+    blocks.into_iter().max_by_key(|b| b.range.len).unwrap()
 }
 
 fn open(vm: &Vm) -> bool {

@@ -147,7 +147,10 @@ pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Resu
     let names_of = |those: &dyn Fn(&Known) -> bool| -> Vec<&str> {
         all.iter().filter(|k| those(k)).map(|k| k.process.name.as_str()).collect()
     };
-    let is_open = |k: &Known| k.found.as_ref().is_some_and(|f| f.mergeable > Bytes::ZERO);
+    let is_open = |k: &Known| {
+        let marked = k.found.as_ref().is_some_and(|f| f.mergeable > Bytes::ZERO);
+        marked && (is_wanted(k) || ram_is_open(config, k))
+    };
     let by_name = names_of(&|k| is_wanted(k) && !k.group_is_proven);
     if !by_name.is_empty() && !across_groups {
         bail!(
@@ -183,6 +186,19 @@ pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Resu
         );
     }
     switch(config, names, true)
+}
+
+/// Whether its RAM is open, or may be. QEMU marks the memory of devices, too, which is no RAM.
+fn ram_is_open(config: &Config, known: &Known) -> bool {
+    let (root, id) = (Root::default(), known.process.id);
+    let connect = || connect(config, &known.process).ok();
+    match vm_mergeable::ksm_state(&root, id) {
+        Ok(state) if state.needs_backends() => connect()
+            .and_then(|mut qmp| vm_mergeable::is_open(&root, id, &mut qmp).ok())
+            .unwrap_or(true),
+        Ok(state) => state.is_open(None),
+        Err(_) => true,
+    }
 }
 
 /// Opens VMs to KSM or takes them out, and prints the result for each.
