@@ -1,8 +1,8 @@
 //! Merging beside the loop: KSM's knobs, looks at mappings, scans.
 //!
 //! What can take long never holds up a tick. One thread writes KSM's knobs (a write
-//! waits for `ksmd`'s batch) and looks into VMs' mappings (the kernel walks their
-//! page tables for it); another scans. Each tick hands over what the policy decided
+//! waits for `ksmd`'s batch), one looks into VMs' mappings (the kernel walks their
+//! page tables for it), one scans. Each tick hands over what the policy decided
 //! and takes what is there. Threads that read VMs run when nothing else needs the CPU, or,
 //! on a host that is short, with the weight of `ksmd`.
 
@@ -32,8 +32,12 @@ use crate::scan::{Changes, Dial, Found, Limits, Options, Scan, ScanOutcome, Scan
 use crate::sys::{Range, trim_heap};
 use crate::waker::Waker;
 
-/// Jobs that may wait: a look for each of many VMs.
-const WAITING: usize = 1024;
+/// Looks that may wait: one for each of many VMs.
+const LOOKS: usize = 1024;
+/// Orders that may wait: where more do, the thread does not come to them.
+const ORDERS: usize = 16;
+/// A look that takes longer than this holds up those at other VMs.
+const LOOK_HANGS: Duration = Duration::from_secs(30);
 /// Orders are repeated after this: another program may set the knobs too.
 const REPEAT: Duration = Duration::from_secs(5);
 /// Tables of this size suffice to estimate the share of duplicates in 20 GiB.
@@ -57,7 +61,6 @@ pub struct MappingsLook {
 #[derive(Debug)]
 enum Job {
     Order(KsmdOrder),
-    Look(VmId),
     Release(Sender<Result<(), String>>),
 }
 
@@ -84,6 +87,8 @@ pub struct WorkerResults {
     pub ranges: BTreeMap<VmId, Worth>,
     pub looks: BTreeMap<VmId, MappingsLook>,
     looking: BTreeSet<VmId>,
+    /// The look under way.
+    look_since: Option<(VmId, Instant)>,
     /// Those that the scan under way reads.
     pub reading: BTreeSet<VmId>,
     /// What is wrong with KSM's knobs.
@@ -100,6 +105,7 @@ pub struct KsmWorker {
     settings: KsmSettings,
     wake: Waker,
     jobs: Option<SyncSender<Job>>,
+    looks: Option<SyncSender<VmId>>,
     scans: Option<SyncSender<ScanJob>>,
     results: Shared,
     sent: Option<(KsmdOrder, Instant)>,
@@ -110,9 +116,9 @@ impl KsmWorker {
     /// `note`: where what KSM's knobs were is written down. `wake` is used when something
     /// has come to its end.
     pub fn new(root: Root, note: PathBuf, settings: KsmSettings, wake: Waker) -> KsmWorker {
-        let (jobs, scans, results) = (None, None, Shared::default());
+        let (jobs, looks, scans, results) = (None, None, None, Shared::default());
         let dial = Arc::new(Dial::new(0.0));
-        KsmWorker { root, note, settings, wake, jobs, scans, results, sent: None, dial }
+        KsmWorker { root, note, settings, wake, jobs, looks, scans, results, sent: None, dial }
     }
 
     /// The share of a core that a scan may use from now on, also one that is under way.
@@ -130,8 +136,13 @@ impl KsmWorker {
 
     /// Has a VM's mappings looked at, unless that is under way.
     pub fn look(&mut self, vm: VmId) {
-        if lock(&self.results).looking.insert(vm) && !self.send(Job::Look(vm)) {
-            lock(&self.results).looking.remove(&vm);
+        let looks = self.looks.get_or_insert_with(|| {
+            let (root, results) = (self.root.clone(), self.results.clone());
+            worker("merge-looks", LOOKS, move |vms| look_at_all(&root, &vms, &results))
+        });
+        let mut results = lock(&self.results);
+        if results.looking.insert(vm) && looks.try_send(vm).is_err() {
+            results.looking.remove(&vm);
         }
     }
 
@@ -171,6 +182,12 @@ impl KsmWorker {
         lock(&self.results)
     }
 
+    /// The VM whose mappings the kernel does not tell for [`LOOK_HANGS`].
+    pub fn hangs_at(&self) -> Option<VmId> {
+        let (vm, since) = lock(&self.results).look_since?;
+        (since.elapsed() >= LOOK_HANGS).then_some(vm)
+    }
+
     pub fn keep(&mut self, alive: impl Fn(&VmId) -> bool) {
         let mut results = lock(&self.results);
         results.looks.retain(|id, _| alive(id));
@@ -195,7 +212,7 @@ impl KsmWorker {
             let (note, results) = (self.note.clone(), self.results.clone());
             let keeper =
                 KsmdThrottle::new(self.root.clone(), note, self.settings, self.wake.clone());
-            worker("ksm", WAITING, move |jobs| work(keeper, &jobs, &results))
+            worker("ksm", ORDERS, move |jobs| work(keeper, &jobs, &results))
         });
         jobs.try_send(job).is_ok()
     }
@@ -227,16 +244,21 @@ fn work(mut keeper: KsmdThrottle, jobs: &Receiver<Job>, results: &Mutex<WorkerRe
                 let done = keeper.order(&order);
                 lock(results).knobs = done.err().map(|e| e.to_string());
             }
-            Ok(Job::Look(vm)) => {
-                let look = look(&keeper.root, vm);
-                let mut results = lock(results);
-                results.looking.remove(&vm);
-                results.looks.insert(vm, look);
-            }
             Ok(Job::Release(done)) => {
                 let _ = done.send(keeper.release().map_err(|e| e.to_string()));
             }
         }
+    }
+}
+
+fn look_at_all(root: &Root, vms: &Receiver<VmId>, results: &Mutex<WorkerResults>) {
+    while let Ok(vm) = vms.recv() {
+        lock(results).look_since = Some((vm, Instant::now()));
+        let look = look(root, vm);
+        let mut results = lock(results);
+        results.look_since = None;
+        results.looking.remove(&vm);
+        results.looks.insert(vm, look);
     }
 }
 
@@ -410,7 +432,7 @@ fn candidates(scan: &Scan, one_in: u32) -> BTreeMap<VmId, Candidates> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::fs::{self, File};
 
     use super::super::ksm::{self, tests::knob};
     use super::*;
@@ -458,6 +480,32 @@ mod tests {
         merger.release(Duration::from_secs(20)).unwrap();
         assert_eq!((knob(&root, "run"), knob(&root, "pages_to_scan")), ("1".into(), "77".into()));
         assert!(!note.exists());
+    }
+
+    #[test]
+    fn a_vm_whose_mappings_the_kernel_does_not_tell_holds_up_no_order() {
+        let (dir, root) = tree();
+        let vm = VmId { pid: 4_000_000, start: 1 };
+        let smaps = root.path("/proc/4000000/smaps");
+        fs::create_dir_all(smaps.parent().unwrap()).unwrap();
+        let (fifo, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
+        rustix::fs::mknodat(rustix::fs::CWD, &smaps, fifo, mode, 0).unwrap();
+        let mut merger = KsmWorker::new(
+            root.clone(),
+            dir.path().join("ksm.json"),
+            KsmSettings::default(),
+            Waker::new().unwrap(),
+        );
+        merger.look(vm);
+        within(|| merger.results().look_since);
+        assert_eq!(merger.hangs_at(), None);
+        merger.order(&KsmdOrder::Rest { why: String::new() });
+        within(|| (knob(&root, "run") == "0").then_some(()));
+        lock(&merger.results).look_since = Some((vm, Instant::now() - LOOK_HANGS));
+        assert_eq!(merger.hangs_at(), Some(vm));
+        drop(File::options().write(true).open(&smaps).unwrap());
+        within(|| merger.results().looks.get(&vm).cloned());
+        assert_eq!(merger.hangs_at(), None);
     }
 
     #[test]

@@ -77,11 +77,16 @@ impl LinuxHost {
         let Some(merger) = &mut self.merger else { return };
         let results = merger.results();
         let (scan, knobs) = (results.scan.clone(), results.knobs.clone());
+        let all = results.looks.values().map(|look| look.took).sum();
         drop(results);
         let refused = scan.error.clone();
         problems.extend(refused.map(|why| problem(None, "scan for equal pages".into(), why)));
         host.scan = Some(scan);
         problems.extend(knobs.map(|why| problem(None, "/sys/kernel/mm/ksm".into(), why)));
+        problems.extend(merger.hangs_at().map(|id| {
+            let why = "cannot be read for 30 s now; looks at other VMs wait for it";
+            problem(id, format!("/proc/{}/smaps", id.pid), why.into())
+        }));
         let copied = host.vmstat.and_then(|v| v.cow_ksm);
         let working = host.ksm.as_ref().is_some_and(|k| k.run != 0);
         let steer = self.options.config.merge.mode == MergeMode::On;
@@ -97,7 +102,8 @@ impl LinuxHost {
             part.found = ranged.map(|(_, found)| found).or(found).copied();
             drop(results);
             let is_open = vm.go_on_merging(look.as_ref());
-            if steer && vm.decide_look(look.as_ref(), copied, part.stat.merging_pages, working) {
+            if steer && vm.decide_look(look.as_ref(), all, copied, part.stat.merging_pages, working)
+            {
                 merger.look(sample.id);
             }
             part.busy = vm.merging.is_busy();

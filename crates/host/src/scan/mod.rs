@@ -45,6 +45,7 @@ pub use self::rate_limit::{Dial, Limits};
 pub use self::savings::{BLOCK, Blocks, Moments, Pages, Split};
 pub use self::walk::Listing;
 use crate::probe::ksm::read_ksm_stat;
+use crate::probe::meminfo::read_meminfo;
 use crate::probe::psi;
 use crate::probe::regions::{Region, guest_ram, read_smaps, unmergeable};
 use crate::root::{Probed, Root};
@@ -81,6 +82,12 @@ pub struct Found {
     pub refused: Option<(Bytes, &'static str)>,
 }
 
+/// The largest RAM of a VM that is scanned on a host with this much memory. What is kept of each
+/// page is small, and is allocated for all of RAM, whether it is used or not.
+fn most_ram(total: Bytes) -> Bytes {
+    Bytes(total.0.saturating_mul(16))
+}
+
 impl Found {
     /// Looks at a VM's mappings; `None` where it has ended.
     pub fn look(root: &Root, id: VmId, name: &str, group: &str) -> Probed<Found> {
@@ -91,7 +98,9 @@ impl Found {
         let told = ram.iter().any(|r| r.ksm > Some(Bytes::ZERO));
         let merged = |r: &Region| r.ksm > Some(Bytes::ZERO) || merging && !told;
         let sum = |f: fn(&Region) -> Bytes| ram.iter().map(|r| f(r)).sum();
-        let target = (!ram.is_empty()).then(|| Target {
+        let total = read_meminfo(root)?.map(|host| host.total);
+        let too_large = sum(|r| Bytes(r.range.len)) > total.map_or(Bytes(u64::MAX), most_ram);
+        let target = (!ram.is_empty() && !too_large).then(|| Target {
             id,
             name: name.into(),
             group: group.into(),
@@ -103,7 +112,10 @@ impl Found {
         Ok(Some(Found {
             target,
             mergeable: sum(|r| if r.mergeable { r.resident } else { Bytes::ZERO }),
-            refused: unmergeable(&regions),
+            refused: match too_large {
+                true => Some((sum(|r| r.resident), "its RAM is too large for this host to scan")),
+                false => unmergeable(&regions),
+            },
         }))
     }
 

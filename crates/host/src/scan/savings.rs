@@ -195,21 +195,24 @@ impl Savings {
     }
 }
 
-/// A block while it is counted: pages that were read, that have a duplicate, that are zeros.
-#[derive(Debug, Default)]
-struct Cells([[AtomicU64; WORDS]; 3]);
+/// What is counted of a page: it was read, it has a duplicate, it is zeros.
+const KINDS: usize = 3;
+/// Words of a block: [`WORDS`] for each kind.
+const CELLS: usize = KINDS * WORDS;
 
 /// A VM's RAM in blocks of 2 MiB, page by page: 3 bits each.
 #[derive(Debug, Default)]
 pub struct Blocks {
-    ranges: Vec<(Range, Vec<Cells>)>,
+    ranges: Vec<(Range, Vec<AtomicU64>)>,
 }
 
 impl Blocks {
     pub(super) fn new(ram: &[Range]) -> Blocks {
         let cells = |r: &Range| {
             let n = ((r.end() - 1) >> BLOCK_SHIFT) - (r.start >> BLOCK_SHIFT) + 1;
-            (0..n).map(|_| Cells::default()).collect()
+            // Zeroed by the kernel when it is first touched, page by page.
+            let zeros = vec![0; n as usize * CELLS];
+            zeros.into_iter().map(AtomicU64::new).collect()
         };
         let ram = ram.iter().filter(|r| r.len > 0);
         Blocks { ranges: ram.map(|r| (*r, cells(r))).collect() }
@@ -217,10 +220,11 @@ impl Blocks {
 
     fn set(&self, address: u64, what: &[usize]) {
         if let Some((range, cells)) = self.ranges.iter().find(|(r, _)| r.contains(address)) {
-            let i = (address >> BLOCK_SHIFT) - (range.start >> BLOCK_SHIFT);
+            let block = ((address >> BLOCK_SHIFT) - (range.start >> BLOCK_SHIFT)) as usize;
             let page = (address % BLOCK / PAGE) as usize;
             for kind in what {
-                cells[i as usize].0[*kind][page / 64].fetch_or(1 << (page % 64), Relaxed);
+                let word = block * CELLS + kind * WORDS + page / 64;
+                cells[word].fetch_or(1 << (page % 64), Relaxed);
             }
         }
     }
@@ -238,8 +242,10 @@ impl Blocks {
     pub fn iter(&self) -> impl Iterator<Item = Block> + '_ {
         self.ranges.iter().flat_map(|(range, cells)| {
             let first = range.start >> BLOCK_SHIFT;
-            cells.iter().enumerate().filter_map(move |(i, cells)| {
-                let bits = |kind: usize| cells.0[kind].each_ref().map(|w| w.load(Relaxed));
+            cells.chunks_exact(CELLS).enumerate().filter_map(move |(i, cells)| {
+                let bits = |kind: usize| {
+                    std::array::from_fn(|word| cells[kind * WORDS + word].load(Relaxed))
+                };
                 let start = (first + i as u64) << BLOCK_SHIFT;
                 let block = Block { start, read: bits(0), duplicates: bits(1), zeros: bits(2) };
                 (block != Block { start, ..Block::default() }).then_some(block)

@@ -24,6 +24,9 @@ const LOOK_EVERY: (Duration, u32) = (Duration::from_secs(60), 1000);
 const LOOK_COPIES: u64 = 4096;
 /// But not before this, or a hundred times as long as a look takes, and not much later.
 const LOOK_CALM: (Duration, u32, Duration) = (Duration::from_secs(1), 100, Duration::from_secs(30));
+/// Neither is it looked at again before all VMs could be in this many times what a look at each
+/// takes: so looks use 10 % of a core at most, but for those that orders wait for.
+const LOOK_ALL: u32 = 10;
 
 impl Vm {
     pub fn switch_merging(&mut self, open: bool) {
@@ -57,10 +60,11 @@ impl Vm {
 
     /// Whether its mappings are to be looked at: never yet, because an order waits
     /// for it, because pages were merged or merged pages copied, or because it is time.
-    /// `working`: `ksmd` is at it.
+    /// `working`: `ksmd` is at it. `all`: what a look at each VM takes.
     pub fn decide_look(
         &mut self,
         look: Option<&MappingsLook>,
+        all: Duration,
         copied: Option<u64>,
         merged: Option<u64>,
         working: bool,
@@ -85,7 +89,7 @@ impl Vm {
         self.opened = opened;
         let closed = self.closed.is_some_and(|since| look.begun < since);
         let news = storm || more;
-        let wants = ordered || closed || look_is_due(news, look.begun.elapsed(), look.took);
+        let wants = ordered || closed || look_is_due(news, look.begun.elapsed(), look.took, all);
         if wants {
             (self.copied, self.merged) = (copied, merged);
         }
@@ -93,11 +97,12 @@ impl Vm {
     }
 }
 
-/// Whether a new look is due, by the age of the last and the processor time that it took.
-pub(super) fn look_is_due(news: bool, age: Duration, took: Duration) -> bool {
+/// Whether a new look is due, by the age of the last and the processor time that it took, and that
+/// one at `all` VMs takes.
+pub(super) fn look_is_due(news: bool, age: Duration, took: Duration, all: Duration) -> bool {
     let (least, times, most) = LOOK_CALM;
     let calm = (took * times).clamp(least, most);
-    news && age >= calm || age >= (took * LOOK_EVERY.1).max(LOOK_EVERY.0)
+    age >= all * LOOK_ALL && (news && age >= calm || age >= (took * LOOK_EVERY.1).max(LOOK_EVERY.0))
 }
 
 /// An order under way, what was wrong with the last one, and what tells RAM from other memory.

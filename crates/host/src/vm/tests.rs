@@ -28,7 +28,11 @@ fn what_a_look_takes_decides_how_soon_the_next_may_be() {
         (false, s(60), ms(1), true),
         (false, s(1999), s(2), false),
     ] {
-        assert_eq!(look_is_due(news, age, took), due, "{news} {age:?} {took:?}");
+        assert_eq!(look_is_due(news, age, took, took), due, "{news} {age:?} {took:?}");
+    }
+    // A hundred VMs like that.
+    for (news, age, due) in [(true, s(44), false), (true, s(45), true), (false, s(60), true)] {
+        assert_eq!(look_is_due(news, age, ms(45), 100 * ms(45)), due, "{news} {age:?}");
     }
 }
 

@@ -279,7 +279,9 @@ fn steer(
     }
     let mut blocked = None;
     let (mut planned, mut saved_now) = (Candidates::default(), 0);
-    for (vm, part) in vms {
+    // What is being broken takes its memory, whatever is decided now.
+    let (busy, others): (Vec<_>, Vec<_>) = vms.iter().partition(|(_, part)| part.sample.busy);
+    for (vm, part) in busy.into_iter().chain(others) {
         let (open, out) = (part.sample.open, out(vm, part, memory, group, model.at));
         let remembered = memory.of(vm.id).merge;
         // An agent is told to close all.
