@@ -275,6 +275,10 @@ impl LinuxHost {
                 ..access(&self.options, &self.owed, &vm.process, (&claim, vm.metadata()))
             });
         }
+        if let Some(merger) = &self.merger {
+            let left = |id: &&VmId| self.hands_off.left_ms(**id, at).is_some();
+            merger.leave_alone(self.vms.keys().filter(left).copied().collect());
+        }
     }
 
     /// Where memory cgroups are, so that a VM's is found.
@@ -330,7 +334,7 @@ impl LinuxHost {
             self.background.iter().for_each(|b| b.tell(*id, &mut sample.tasks));
             let busy = vm.shrinks(self.owed.contains(id))
                 || vm.merging.is_busy()
-                || self.merger.as_ref().is_some_and(|m| m.results().reading.contains(id))
+                || self.merger.as_ref().is_some_and(|m| m.reads(*id))
                 || sample.tasks.is_busy();
             sample.hands_off.iter_mut().for_each(|h| h.done &= !busy);
             sample

@@ -28,7 +28,7 @@ pub fn off(socket: &str, name: &str, time: Duration) -> Result<bool> {
     if !ask(socket, name, ms, |vm| vm.hands_off.is_some_and(|h| h.done && taken(&h)))? {
         bail!(
             "{name}: after 30 s Ebb may still touch its memory, or the request could not be \
-             written down; it is left alone as soon as its agent and QEMU answer and scans end: \
+             written down; it is left alone as soon as its agent and QEMU answer and no scan reads it: \
              `ebb explain {name}` and the journal say what is missing"
         );
     }

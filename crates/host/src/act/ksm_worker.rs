@@ -27,6 +27,7 @@ use crate::root::Root;
 use crate::scan::agents::{HashLink, lift};
 use crate::scan::memory_limit::{one_in, room};
 use crate::scan::rate_limit::thread_cpu;
+use crate::scan::readers::Readers;
 use crate::scan::sampling::estimate;
 use crate::scan::{Changes, Dial, Found, Limits, Options, Scan, ScanOutcome, Scanner, Target};
 use crate::sys::{Range, trim_heap};
@@ -72,6 +73,7 @@ struct ScanJob {
     agents: HashMap<VmId, Arc<HashLink>>,
     order: ScanOrder,
     dial: Arc<Dial>,
+    readers: Arc<Readers>,
 }
 
 /// Ranges, and what is to be had in them.
@@ -89,8 +91,6 @@ pub struct WorkerResults {
     looking: BTreeSet<VmId>,
     /// The look under way.
     look_since: Option<(VmId, Instant)>,
-    /// Those that the scan under way reads.
-    pub reading: BTreeSet<VmId>,
     /// What is wrong with KSM's knobs.
     pub knobs: Option<String>,
 }
@@ -110,6 +110,7 @@ pub struct KsmWorker {
     results: Shared,
     sent: Option<(KsmdOrder, Instant)>,
     dial: Arc<Dial>,
+    readers: Arc<Readers>,
 }
 
 impl KsmWorker {
@@ -117,8 +118,8 @@ impl KsmWorker {
     /// has come to its end.
     pub fn new(root: Root, note: PathBuf, settings: KsmSettings, wake: Waker) -> KsmWorker {
         let (jobs, looks, scans, results) = (None, None, None, Shared::default());
-        let dial = Arc::new(Dial::new(0.0));
-        KsmWorker { root, note, settings, wake, jobs, looks, scans, results, sent: None, dial }
+        let (dial, readers, sent) = (Arc::new(Dial::new(0.0)), Arc::default(), None);
+        KsmWorker { root, note, settings, wake, jobs, looks, scans, results, sent, dial, readers }
     }
 
     /// The share of a core that a scan may use from now on, also one that is under way.
@@ -160,8 +161,8 @@ impl KsmWorker {
             agents.extend(agent.map(|a| (*id, a)));
         }
         self.pace(order.cores);
-        let reading = vms.iter().map(|(id, ..)| *id).collect();
-        let job = ScanJob { vms, agents, order: order.clone(), dial: Arc::clone(&self.dial) };
+        let (order, dial, readers) = (order.clone(), self.dial.clone(), self.readers.clone());
+        let job = ScanJob { vms, agents, order, dial, readers };
         let scans = self.scans.get_or_insert_with(|| {
             let (root, results, wake) =
                 (self.root.clone(), self.results.clone(), self.wake.clone());
@@ -172,9 +173,19 @@ impl KsmWorker {
             return;
         }
         match scans.try_send(job) {
-            Ok(()) => (results.scan.busy, results.reading) = (true, reading),
+            Ok(()) => results.scan.busy = true,
             Err(e) => results.scan.error = Some(format!("cannot be ordered: {e}")),
         }
+    }
+
+    /// Has scans leave these VMs alone from now on, also one that is under way.
+    pub fn leave_alone(&self, vms: BTreeSet<VmId>) {
+        self.readers.leave_alone(vms);
+    }
+
+    /// Whether a scan is reading this VM.
+    pub fn reads(&self, vm: VmId) -> bool {
+        self.readers.reads(vm)
     }
 
     /// What is known. The threads wait as long as it is held.
@@ -291,11 +302,7 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, results: &Mutex<WorkerResults>, w
                 }
             }
         }
-        {
-            let mut results = lock(results);
-            results.scan.busy = false;
-            results.reading.clear();
-        }
+        lock(results).scan.busy = false;
         wake.wake();
     }
 }
@@ -303,7 +310,8 @@ fn scan(root: &Root, jobs: &Receiver<ScanJob>, results: &Mutex<WorkerResults>, w
 fn options(job: &ScanJob) -> Options {
     let limits = Limits { cores: None, bytes_per_second: Some(job.order.bytes_per_second) };
     let (threads, dial) = (Some(job.order.threads as usize), Some(Arc::clone(&job.dial)));
-    Options { threads, limits, dial, filter: true, ..Options::default() }
+    let readers = Arc::clone(&job.readers);
+    Options { threads, limits, dial, readers, filter: true, ..Options::default() }
 }
 
 /// Looks whether pages are as the last scan saw them; what it found of where they are

@@ -21,6 +21,7 @@ mod duplicate_filter;
 pub mod memory_limit;
 mod page_hashes;
 pub mod rate_limit;
+pub mod readers;
 pub mod sampling;
 mod savings;
 mod steps;
@@ -42,6 +43,7 @@ use self::agents::HashLink;
 use self::page_hashes::PageHashes;
 use self::rate_limit::Pace;
 pub use self::rate_limit::{Dial, Limits};
+use self::readers::Readers;
 pub use self::savings::{BLOCK, Blocks, Moments, Pages, Split};
 pub use self::walk::Listing;
 use crate::probe::ksm::read_ksm_stat;
@@ -167,6 +169,8 @@ pub struct Options {
     pub filter: bool,
     /// How pages are listed; `None`: the best that the kernel has.
     pub listing: Option<Listing>,
+    /// VMs that are to be left alone from some time on count as ended.
+    pub readers: Arc<Readers>,
 }
 
 impl Default for Options {
@@ -181,6 +185,7 @@ impl Default for Options {
             changes: Changes::Ignore,
             filter: false,
             listing: None,
+            readers: Arc::default(),
         }
     }
 }
@@ -188,7 +193,7 @@ impl Default for Options {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ScanOutcome {
     Scanned,
-    /// It ended meanwhile; nothing of it counts.
+    /// It ended meanwhile, or is to be left alone; nothing of it counts.
     Ended,
     /// It cannot be read, and why; what was read of it before counts.
     Refused(String),

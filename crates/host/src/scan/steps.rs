@@ -250,6 +250,10 @@ impl<'j, 'a> Worker<'j, 'a> {
                 if job.vms[vm].outcome.get().is_some() {
                     break;
                 }
+                let Some(_inside) = job.options.readers.enter(job.targets[vm].id) else {
+                    job.vms[vm].end(ScanOutcome::Ended);
+                    break;
+                };
                 (self.vm, self.pages) = (vm, Pages::default());
                 let done = match job.round {
                     Round::All => self.window(window),

@@ -327,6 +327,18 @@ fn a_vm_that_ends_in_the_middle_is_dropped_and_the_others_stand() {
 }
 
 #[test]
+fn a_vm_that_is_to_be_left_alone_is_not_read_and_counts_as_ended() {
+    let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
+    let options = Options::default();
+    options.readers.leave_alone([holders[0].target.id].into());
+    let scan = scanner().scan(&targets(&holders), &options);
+    assert_eq!((&scan.vms[0].outcome, scan.vms[0].pages), (&ScanOutcome::Ended, Pages::default()));
+    let [zeros, within, ..] = truth(&[(1, "a")]);
+    assert_eq!(found(&scan.split), [zeros, within, 0, 0]);
+    assert!(holders.iter().all(|h| !options.readers.reads(h.target.id)));
+}
+
+#[test]
 fn a_pid_that_is_another_process_by_now_is_an_ended_vm() {
     let mut holder = Holder::start(0, "a");
     holder.target.id.start += 1;
