@@ -333,7 +333,7 @@ impl LinuxHost {
             let mut sample = vm.sample(at, wall_ms, problems);
             self.background.iter().for_each(|b| b.tell(*id, &mut sample.tasks));
             let busy = vm.shrinks(self.owed.contains(id))
-                || vm.merging.is_busy()
+                || vm.merging.acts()
                 || self.merger.as_ref().is_some_and(|m| m.reads(*id))
                 || sample.tasks.is_busy();
             sample.hands_off.iter_mut().for_each(|h| h.done &= !busy);

@@ -362,12 +362,19 @@ fn carry_out(
     job: &ScanJob,
     results: &Mutex<WorkerResults>,
 ) -> Vec<Target> {
-    let look = |(id, name, group): &(VmId, String, String)| {
-        Found::look(root, *id, name, group).ok().flatten()
-    };
-    let found: Vec<Found> = job.vms.iter().filter_map(look).collect();
-    let held: Bytes = found.iter().map(Found::held).sum();
-    let targets: Vec<Target> = found.into_iter().filter_map(|f| f.target).collect();
+    let (mut held, mut targets) = (Bytes::ZERO, Vec::new());
+    let (mut without, mut too_large) = (Vec::new(), None);
+    for (id, name, group) in &job.vms {
+        let Ok(Some(found)) = Found::look(root, *id, name, group) else { continue };
+        held += found.held();
+        if found.too_large {
+            too_large = found.refused.map(|(_, why)| format!("{name}: {why}"));
+        }
+        match found.target {
+            Some(target) => targets.push(target),
+            None => without.push(*id),
+        }
+    }
     // Whole VMs are opened where there is no agent, and a sample tells which.
     let most = if job.agents.is_empty() { SAMPLED } else { Bytes(u64::MAX) };
     let one_in = one_in(held, room(root).min(most));
@@ -380,10 +387,12 @@ fn carry_out(
             Some(format!("{}: {why}: read from outside", v.target.name))
         }
     });
-    let found = candidates(&scan, one_in);
+    let mut found = candidates(&scan, one_in);
+    // They were looked at, and no scan will find more.
+    found.extend(without.into_iter().map(|id| (id, Candidates::default())));
     // A sample does not tell where duplicates lie. To choose takes seconds where there is much RAM,
     // and the loop waits for the results.
-    let ranges = (one_in == 1).then(|| worth_opening(&scan));
+    let ranges = (one_in == 1).then(|| worth_opening(&scan, &job.agents));
     let mut results = lock(results);
     if let Some(ranges) = ranges {
         results.ranges = ranges;
@@ -401,18 +410,20 @@ fn carry_out(
         table: scan.table,
         one_in,
         spot_checks: results.scan.spot_checks,
-        error: refused,
+        error: refused.or(too_large),
         ..ScanSample::default()
     };
     targets
 }
 
 /// What of each VM is worth opening range by range.
-fn worth_opening(scan: &Scan) -> BTreeMap<VmId, Worth> {
+fn worth_opening(scan: &Scan, agents: &HashMap<VmId, Arc<HashLink>>) -> BTreeMap<VmId, Worth> {
     let scanned = scan.vms.iter().filter(|v| v.outcome == ScanOutcome::Scanned);
     let one = |v: &crate::scan::VmResult| {
         let blocks: Vec<Block> = v.blocks.iter().collect();
-        let ram: Vec<Range> = v.target.ram.iter().filter(|r| r.len >= LEAST_RAM).copied().collect();
+        // Its agent opens RAM alone, and not the memory of devices.
+        let ram = agents.get(&v.target.id).map_or(&v.target.ram[..], |agent| agent.ram());
+        let ram: Vec<Range> = ram.iter().filter(|r| r.len >= LEAST_RAM).copied().collect();
         let goes = (v.split.within + v.split.between).0 / PAGE;
         let goes = goes as f64 / v.duplicates.max(1) as f64;
         (v.target.id, ranges(&blocks, &v.target.open, &ram, goes))

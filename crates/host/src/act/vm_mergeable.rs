@@ -35,7 +35,7 @@ pub enum MergeableError {
     Gone(u32),
     #[error("it has no RAM that KSM could merge (shared memory, hugetlb pages)")]
     NoRam,
-    #[error("QEMU's answer to query-memdev tells of no memory")]
+    #[error("QEMU's answer to query-memdev tells of no memory, or of too many backends")]
     NoBackends,
     #[error("QEMU took it, but the mappings still say the opposite: not done")]
     NoEffect,
@@ -81,8 +81,13 @@ pub fn set(
             let set = qmp_balloon::set(path, "merge", json!(value));
             qmp.execute("qom-set", Some(set), PATIENCE)?;
         }
-        if ksm_state(root, id)?.is_open(Some(&backends)) == on {
+        let now = ksm_state(root, id)?;
+        if now.is_open(Some(&backends)) == on {
             return Ok(done);
+        }
+        // To ask for the opposite would undo it.
+        if now.follows(&state, on) {
+            break;
         }
     }
     Err(MergeableError::NoEffect)
@@ -96,6 +101,11 @@ pub fn is_open(root: &Root, id: VmId, qmp: &mut Client) -> Result<bool, Mergeabl
 
 /// Firmware and device memory smaller than this keeps QEMU's own mark.
 pub const LEAST_RAM: u64 = 32 << 20;
+/// A larger block is RAM: no device of QEMU's has so much private memory.
+const DEVICE_MOST: u64 = 512 << 20;
+/// What a QEMU can have of either; beyond it is not compared.
+const BACKENDS_MOST: usize = 256;
+const BLOCKS_MOST: usize = 1024;
 
 /// One piece of guest memory of at least [`LEAST_RAM`]: RAM, or memory of a device such as a
 /// display's.
@@ -104,7 +114,8 @@ pub struct MemoryBlock {
     pub range: Range,
     /// Some of it is open to KSM.
     pub open: bool,
-    /// KSM can merge such memory: it is private and of small pages or transparent huge pages.
+    pub shared: bool,
+    /// KSM can merge such memory: neither shared nor in hugetlb pages.
     pub can_be_open: bool,
     /// Merged, zeros not counted.
     pub merged: Bytes,
@@ -119,8 +130,8 @@ pub struct KsmState {
 impl KsmState {
     /// Whether some RAM of the VM is open. QEMU marks the memory of devices, too, and closes only
     /// backends. So with its backends, of blocks of one size as many must be closed as there are
-    /// private backends of this size. Where both do not fit together, or backends are not known,
-    /// all blocks count as RAM.
+    /// backends of this size; shared memory is neither. Where both do not fit together, or backends
+    /// are not known, all blocks count as RAM.
     pub fn is_open(&self, backends: Option<&Backends>) -> bool {
         let Some(backends) = backends.filter(|b| self.fits(b)) else {
             return self.blocks.iter().any(|b| b.open);
@@ -129,11 +140,22 @@ impl KsmState {
         backends.sizes.iter().any(stay)
     }
 
-    /// Each backend is there, and none of the other blocks is so large that it may be RAM of which
-    /// QEMU does not tell (before 5.0).
+    /// Each backend is there, and what is beyond them is small: before QEMU 5.0 RAM need not be a
+    /// backend.
     fn fits(&self, backends: &Backends) -> bool {
-        backends.sizes.iter().all(|size| self.count(*size, |_| true) >= backends.count(*size))
-            && self.blocks.iter().all(|b| b.range.len <= backends.largest)
+        let there = |size: u64| self.count(size, |_| true);
+        let is_backend = |b: &MemoryBlock| there(b.range.len) <= backends.count(b.range.len);
+        let large = |b: &&MemoryBlock| !b.shared && b.range.len > DEVICE_MOST;
+        self.blocks.len() <= BLOCKS_MOST
+            && backends.sizes.iter().all(|size| there(*size) >= backends.count(*size))
+            && self.blocks.iter().filter(large).all(is_backend)
+    }
+
+    /// Whether a block is as QEMU was told, that was not so before.
+    pub fn follows(&self, before: &KsmState, open: bool) -> bool {
+        let was = |b: &MemoryBlock| before.blocks.iter().find(|was| was.range == b.range);
+        let changed = |b: &&MemoryBlock| was(b).is_some_and(|was| was.open != b.open);
+        self.blocks.iter().filter(changed).any(|b| b.open == open)
     }
 
     /// Whether [`Self::is_open`] depends on the backends.
@@ -151,7 +173,7 @@ impl KsmState {
     }
 
     fn count(&self, size: u64, is: impl Fn(&MemoryBlock) -> bool) -> usize {
-        self.blocks.iter().filter(|b| b.range.len == size && is(b)).count()
+        self.blocks.iter().filter(|b| !b.shared && b.range.len == size && is(b)).count()
     }
 }
 
@@ -166,7 +188,8 @@ fn ksm_state_of(regions: &[Region]) -> Result<KsmState, MergeableError> {
     let block = |whole: &[&Region]| MemoryBlock {
         range: Range { start: whole[0].range.start, len: whole.iter().map(|r| r.range.len).sum() },
         open: whole.iter().any(|r| r.mergeable),
-        can_be_open: whole.iter().any(|r| r.can_be_merged()),
+        shared: whole.iter().any(|r| r.shared),
+        can_be_open: whole.iter().any(|r| !r.shared && !r.hugetlb),
         merged: whole.iter().filter_map(|r| r.ksm).sum(),
     };
     let blocks: Vec<_> = wholes.map(block).filter(|b| b.range.len >= LEAST_RAM).collect();
@@ -180,24 +203,21 @@ pub struct Backends {
     pub paths: Vec<String>,
     /// Sizes of those of them that are at least [`LEAST_RAM`], in bytes.
     sizes: Vec<u64>,
-    /// The largest of all, shared ones too.
-    largest: u64,
 }
 
 impl Backends {
     /// Parses the answer to `query-memdev`. RAM without a named object is one too
     /// (`/objects/pc.ram`).
     pub fn parse(said: &Value) -> Result<Backends, MergeableError> {
+        let all = said.as_array().filter(|all| (1..=BACKENDS_MOST).contains(&all.len()));
         let mut backends = Backends::default();
-        for dev in said.as_array().into_iter().flatten() {
-            let size = dev["size"].as_u64().ok_or(MergeableError::NoBackends)?;
-            backends.largest = backends.largest.max(size);
-            if let (Some(id), false) = (dev["id"].as_str(), dev["share"] == true) {
-                backends.paths.push(format!("/objects/{id}"));
-                backends.sizes.extend(Some(size).filter(|size| *size >= LEAST_RAM));
-            }
+        for dev in all.ok_or(MergeableError::NoBackends)?.iter().filter(|d| d["share"] != true) {
+            let (id, size) = (dev["id"].as_str(), dev["size"].as_u64());
+            let (id, size) = id.zip(size).ok_or(MergeableError::NoBackends)?;
+            backends.paths.push(format!("/objects/{id}"));
+            backends.sizes.extend(Some(size).filter(|size| *size >= LEAST_RAM));
         }
-        if backends.largest == 0 { Err(MergeableError::NoBackends) } else { Ok(backends) }
+        Ok(backends)
     }
 
     fn count(&self, size: u64) -> usize {
@@ -247,10 +267,23 @@ mod tests {
         assert!(state(&[(512, off), (64, on), (64, on)]).is_open(Some(&plugged)));
         // What does not fit together counts as RAM.
         assert!(state(&[(512, off), (32, on)]).is_open(Some(&plugged)));
+        // What does not fit together counts as RAM, and so does what is too large for a device.
         assert!(state(&[(512, off), (1024, on)]).is_open(Some(&ram)));
         // RAM is shared memory.
         let memfd = backends(&[(512, shared)]);
         assert!(!state(&[(64, on)]).is_open(Some(&memfd)) && memfd.paths.is_empty());
+        // Shared memory of the same size is not the backend that is closed.
+        let mut both = state(&[(512, on), (512, off), (64, on)]);
+        both.blocks[1].shared = true;
+        assert!(both.is_open(Some(&backends(&[(512, private), (512, shared)]))));
+    }
+
+    #[test]
+    fn a_block_that_is_as_told_shows_that_the_property_is_not_inverted() {
+        let (both, closed) =
+            (state(&[(512, true), (64, true)]), state(&[(512, false), (64, true)]));
+        assert!(closed.follows(&both, false) && !closed.follows(&both, true));
+        assert!(!both.follows(&both, false) && both.follows(&closed, true));
     }
 
     #[test]
@@ -261,14 +294,19 @@ mod tests {
             dontfork: true,
             ..Region::default()
         };
-        let state = ksm_state_of(&[region]).unwrap();
+        let state = ksm_state_of(std::slice::from_ref(&region)).unwrap();
         assert!(!state.is_open(None) && !state.can_be_open() && !state.needs_backends());
+        let file = Region { shared: false, mergeable: true, ..region };
+        let state = ksm_state_of(&[file]).unwrap();
+        assert!(state.is_open(None) && state.can_be_open(), "a private file");
         assert!(matches!(ksm_state_of(&[]), Err(MergeableError::NoRam)));
     }
 
     #[test]
     fn an_answer_without_backends_or_sizes_is_refused() {
-        for said in [json!([]), json!({}), json!([{ "id": "a" }]), json!([{ "size": "1" }])] {
+        let many = vec![json!({ "id": "a", "size": 1 }); BACKENDS_MOST + 1];
+        let size = json!([{ "id": "a", "size": "1" }]);
+        for said in [json!([]), json!({}), json!([{ "id": "a" }]), size, json!(many)] {
             assert!(matches!(Backends::parse(&said), Err(MergeableError::NoBackends)), "{said}");
         }
     }

@@ -67,6 +67,10 @@ impl HashLink {
         Ok((HashLink { ram, socket: Mutex::new(ours), failure: Mutex::default() }, theirs))
     }
 
+    pub fn ram(&self) -> &[Range] {
+        &self.ram
+    }
+
     pub fn failure(&self) -> Option<String> {
         lock(&self.failure).clone()
     }

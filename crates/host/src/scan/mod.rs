@@ -80,12 +80,16 @@ pub struct Found {
     pub target: Option<Target>,
     /// Resident RAM, marked for KSM (`VmFlags: mg`).
     pub mergeable: Bytes,
-    /// Resident RAM that KSM refuses, and why.
+    /// It has so much RAM that it is not scanned.
+    pub too_large: bool,
+    /// Resident RAM that is not scanned, and why.
     pub refused: Option<(Bytes, &'static str)>,
 }
 
-/// The largest RAM of a VM that is scanned on a host with this much memory. What is kept of each
-/// page is small, and is allocated for all of RAM, whether it is used or not.
+const TOO_LARGE: &str = "its RAM is more than 16 times the host's memory";
+
+/// The largest RAM of a VM that is scanned on a host with this much memory. Tables are allocated for
+/// all of RAM; the kernel fills in what is used of them, but may refuse what is very large.
 fn most_ram(total: Bytes) -> Bytes {
     Bytes(total.0.saturating_mul(16))
 }
@@ -114,8 +118,9 @@ impl Found {
         Ok(Some(Found {
             target,
             mergeable: sum(|r| if r.mergeable { r.resident } else { Bytes::ZERO }),
+            too_large,
             refused: match too_large {
-                true => Some((sum(|r| r.resident), "its RAM is too large for this host to scan")),
+                true => Some((sum(|r| r.resident), TOO_LARGE)),
                 false => unmergeable(&regions),
             },
         }))

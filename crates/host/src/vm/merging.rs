@@ -27,6 +27,8 @@ const LOOK_CALM: (Duration, u32, Duration) = (Duration::from_secs(1), 100, Durat
 /// Neither is it looked at again before all VMs could be in this many times what a look at each
 /// takes: so looks use 10 % of a core at most, but for those that orders wait for.
 const LOOK_ALL: u32 = 10;
+/// QEMU is asked again after this which of its memory is RAM.
+const ASK_AGAIN: Duration = Duration::from_secs(30);
 
 impl Vm {
     pub fn switch_merging(&mut self, open: bool) {
@@ -47,12 +49,13 @@ impl Vm {
         merging.go_on(self.client.as_mut().filter(|c| c.takes_late()), look);
         let state = look.and_then(|look| look.state.as_ref().ok());
         let unknown = state.is_some_and(|state| merging.must_ask(state));
-        if let (true, Some(client)) = (unknown, self.usable()) {
+        let alone = self.access.hands_off_ms.is_some();
+        if let (true, false, Some(client)) = (unknown, alone, self.usable()) {
             merging.learn(client);
         }
         self.client.iter_mut().for_each(Client::flush);
         self.merging = merging;
-        if unknown && self.usable_sockets().is_ok() {
+        if unknown && (self.usable_sockets().is_ok() || self.merging.is_busy()) {
             return None;
         }
         Some(self.merging.is_open(state?))
@@ -111,6 +114,8 @@ pub(crate) struct MergeLink {
     under_way: Option<UnderWay>,
     pub error: Option<String>,
     told: Option<Told>,
+    /// When QEMU is asked again, after it did not tell.
+    ask_at: Option<Instant>,
 }
 
 /// What QEMU said of its memory backends.
@@ -129,6 +134,8 @@ struct UnderWay {
     /// What QEMU is told.
     value: bool,
     paths: Vec<String>,
+    /// The mappings before it was told.
+    before: KsmState,
     begun: Instant,
     step: Step,
 }
@@ -153,12 +160,15 @@ impl MergeLink {
     }
 
     /// Whether it makes a difference which memory is RAM, and QEMU has not told.
-    fn must_ask(&self, state: &KsmState) -> bool {
-        state.needs_backends() && self.told_of(state).is_none()
+    fn must_ask(&mut self, state: &KsmState) -> bool {
+        // Other memory may come to lie where some was.
+        self.told.take_if(|told| told.blocks != ranges(state));
+        state.needs_backends() && self.told.is_none()
     }
 
     fn learn(&mut self, client: &mut Client) {
-        if !self.is_busy() {
+        if !self.is_busy() && self.ask_at.is_none_or(|at| at <= Instant::now()) {
+            self.ask_at = Some(Instant::now() + ASK_AGAIN);
             self.begin(None, client);
         }
     }
@@ -166,7 +176,8 @@ impl MergeLink {
     fn begin(&mut self, want: Option<bool>, client: &mut Client) {
         match client.send("query-memdev", None) {
             Ok(id) => self.under_way = Some(UnderWay::new(want, id)),
-            Err(e) => self.error = Some(e.to_string()),
+            Err(e) if want.is_some() => self.error = Some(e.to_string()),
+            Err(_) => {}
         }
     }
 
@@ -181,6 +192,11 @@ impl MergeLink {
 
     pub fn is_busy(&self) -> bool {
         self.under_way.is_some()
+    }
+
+    /// Whether QEMU is being told to do something.
+    pub fn acts(&self) -> bool {
+        self.under_way.as_ref().is_some_and(|order| order.want.is_some())
     }
 
     /// Since when it waits for a look at the mappings.
@@ -206,12 +222,16 @@ impl MergeLink {
             Ok(false) => self.under_way = Some(order),
             Err(e) => {
                 order.forget(client);
-                if order.want.is_none() {
-                    let state = look.and_then(|look| look.state.as_ref().ok());
-                    let blocks = state.map(ranges).unwrap_or_default();
-                    self.told = Some(Told { blocks, backends: None });
+                match (order.want, &e) {
+                    (Some(_), _) => self.error = Some(e.to_string()),
+                    (None, MergeableError::NoBackends)
+                    | (None, MergeableError::Qmp(QmpError::Command { .. })) => {
+                        let state = look.and_then(|look| look.state.as_ref().ok());
+                        let blocks = state.map(ranges).unwrap_or_default();
+                        self.told = Some(Told { blocks, backends: None });
+                    }
+                    (None, _) => {}
                 }
-                self.error = Some(e.to_string());
             }
         }
     }
@@ -234,6 +254,7 @@ impl MergeLink {
                     self.told = Some(Told { blocks, backends: Some(backends) });
                 }
                 let Some(want) = order.want else { return Ok(true) };
+                order.before = state.cloned().unwrap_or_default();
                 if order.paths.is_empty() || want && state.is_some_and(|s| !s.can_be_open()) {
                     return Err(MergeableError::NoRam);
                 }
@@ -260,7 +281,10 @@ impl MergeLink {
                 match &look.state {
                     Ok(state) if Some(self.is_open(state)) == order.want => return Ok(true),
                     // QEMU 9.1.0 does the opposite of what it is told.
-                    Ok(_) if Some(order.value) == order.want => {
+                    Ok(state)
+                        if Some(order.value) == order.want
+                            && !state.follows(&order.before, order.value) =>
+                    {
                         order.value = !order.value;
                         order.set(client)?;
                     }
@@ -280,7 +304,8 @@ fn ranges(state: &KsmState) -> Vec<Range> {
 impl UnderWay {
     fn new(want: Option<bool>, id: u64) -> UnderWay {
         let (begun, step) = (Instant::now(), Step::Listing(id));
-        UnderWay { want, value: want.unwrap_or_default(), paths: Vec::new(), begun, step }
+        let (value, paths, before) = (want.unwrap_or_default(), Vec::new(), KsmState::default());
+        UnderWay { want, value, paths, before, begun, step }
     }
 
     fn set(&mut self, client: &mut Client) -> Result<(), QmpError> {
@@ -322,6 +347,7 @@ mod tests {
         let block = |start, len, open| MemoryBlock {
             range: Range { start, len },
             open,
+            shared: false,
             can_be_open: true,
             merged: Bytes::ZERO,
         };

@@ -280,14 +280,18 @@ fn steer(
     let mut blocked = None;
     let (mut planned, mut saved_now) = (Candidates::default(), 0);
     // What is being broken takes its memory, whatever is decided now.
-    let (busy, others): (Vec<_>, Vec<_>) = vms.iter().partition(|(_, part)| part.sample.busy);
-    for (vm, part) in busy.into_iter().chain(others) {
+    let breaks = |vm: &VmModel, part: &MergeVm| {
+        let closes = memory.of(vm.id).merge.ordered.is_some_and(|(_, open)| !open);
+        part.sample.busy && closes && part.sample.open != Some(false)
+    };
+    vms.iter().filter(|(vm, part)| breaks(vm, part)).for_each(|(vm, part)| room.reserve(vm, part));
+    for (vm, part) in vms {
         let (open, out) = (part.sample.open, out(vm, part, memory, group, model.at));
         let remembered = memory.of(vm.id).merge;
         // An agent is told to close all.
         let by_agent = vm.agent.as_ref().is_some_and(|a| !a.observes);
         let closable = (by_agent || part.fixed.is_none()) && open != Some(false);
-        if let Some(out) = out.as_ref().filter(|_| closable)
+        if let Some(out) = out.as_ref().filter(|_| closable && !breaks(vm, part))
             && !room.take(vm, part, out.must)
         {
             let needed = room.needed(vm, part);
@@ -375,24 +379,34 @@ impl Room<'_> {
         merged.min(seen + Bytes::pages(stat.zero_pages.unwrap_or(0) + newly))
     }
 
+    /// What the limits above a VM leave, and for one that need not go what the host has beyond its
+    /// reserve.
+    fn above(&mut self, vm: &VmModel, must: bool) -> Vec<&mut Bytes> {
+        let limits = self.model.host.limits.iter().zip(&mut self.left);
+        let mut above: Vec<&mut Bytes> =
+            limits.filter(|(l, _)| vm.is_below(l)).map(|(_, left)| left).collect();
+        if !must {
+            above.push(&mut self.spare);
+        }
+        above
+    }
+
     /// Takes that, where it is there. Where a limit is reached, the kernel kills a process, and that
     /// may be a VM. A VM that need not go is closed only from what the host has beyond its reserve.
     fn take(&mut self, vm: &VmModel, part: &MergeVm, must: bool) -> bool {
         let needed = self.needed(vm, part);
-        let limits = self.model.host.limits.iter();
-        let mut above: Vec<&mut Bytes> = limits
-            .zip(&mut self.left)
-            .filter(|(l, _)| vm.is_below(l))
-            .map(|(_, left)| left)
-            .collect();
-        if !must {
-            above.push(&mut self.spare);
-        }
+        let above = self.above(vm, must);
         let there = above.iter().all(|left| **left >= needed);
         if there {
             above.into_iter().for_each(|left| *left = *left - needed);
         }
         there
+    }
+
+    /// Takes it in any case: the kernel is about to use it.
+    fn reserve(&mut self, vm: &VmModel, part: &MergeVm) {
+        let needed = self.needed(vm, part);
+        self.above(vm, false).into_iter().for_each(|left| *left = *left - needed);
     }
 }
 
