@@ -336,6 +336,25 @@ fn a_vm_that_is_to_be_left_alone_is_not_read_and_counts_as_ended() {
     let [zeros, within, ..] = truth(&[(1, "a")]);
     assert_eq!(found(&scan.split), [zeros, within, 0, 0]);
     assert!(holders.iter().all(|h| !options.readers.reads(h.target.id)));
+    // While it is read, that shows; and when it is no longer, nothing more of it is read.
+    let limits = Limits { bytes_per_second: Some(4e6), ..Limits::default() };
+    let options = Options { threads: Some(1), limits, ..Options::default() };
+    let id = holders[0].target.id;
+    let until = Instant::now() + Duration::from_secs(20);
+    let wait = |reads: bool| {
+        while options.readers.reads(id) != reads {
+            assert!(Instant::now() < until, "{reads}: not in 20 s");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let scan = std::thread::scope(|s| {
+        let scan = s.spawn(|| scanner().scan(&targets(&holders), &options));
+        wait(true);
+        options.readers.leave_alone(holders.iter().map(|h| h.target.id).collect());
+        wait(false);
+        scan.join().unwrap()
+    });
+    assert_eq!(scan.vms[1].outcome, ScanOutcome::Ended);
 }
 
 #[test]
