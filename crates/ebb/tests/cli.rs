@@ -172,14 +172,14 @@ fn a_record_of_before_is_kept_when_a_daemon_starts_again() {
         .spawn()
         .unwrap();
     let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-    while !dir.path().join("s").exists() && std::time::Instant::now() < until {
+    let kept = dir.path().join("record.old");
+    while !(kept.exists() && record.exists()) && std::time::Instant::now() < until {
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     daemon.kill().unwrap();
     daemon.wait().unwrap();
-    let old = std::fs::read_to_string(dir.path().join("record.old")).unwrap();
-    assert_eq!(old, "of a daemon that has crashed");
-    assert!(record.exists());
+    assert_eq!(std::fs::read_to_string(kept).unwrap(), "of a daemon that has crashed");
+    assert!(record.exists(), "the new one");
 }
 
 #[test]

@@ -464,10 +464,6 @@ impl AgentLink {
     /// scan has ended: the agent closes what the guest frees in them. If it was told now: whether
     /// it may have to close ranges for it, which are sorted.
     pub fn advise(&mut self, open: &[Range], scans: u64) -> Option<bool> {
-        // It has RAM alone; what lies in the memory of a device is as QEMU opened it.
-        let in_ram = |at: u64| self.segments.iter().any(|s| (s.hva..s.hva + s.size).contains(&at));
-        let is_ram = |range: &&Range| in_ram(range.start) && in_ram(range.end() - 1);
-        let open: &[Range] = &open.iter().filter(is_ram).copied().collect::<Vec<_>>();
         let same = self.told.as_ref().is_some_and(|(told, by)| told == open && *by == scans);
         let refused = self.refused.as_ref().is_some_and(|(at, _)| at.elapsed() < PASSES);
         let can = self.stage == Stage::Attached && self.advises && !self.terms.observe;
@@ -477,7 +473,10 @@ impl AgentLink {
         let is_dropped = |range: &Range| open.binary_search(range).is_err();
         let closes = self.told.as_ref().is_none_or(|(told, _)| told.iter().any(is_dropped));
         self.told = Some((open.to_vec(), scans));
-        for part in Advise::all(open) {
+        // It has RAM alone; what lies in the memory of a device is as QEMU opened it.
+        let in_ram = |at: u64| self.segments.iter().any(|s| (s.hva..s.hva + s.size).contains(&at));
+        let is_ram = |range: &&Range| in_ram(range.start) && in_ram(range.end() - 1);
+        for part in Advise::all(&open.iter().filter(is_ram).copied().collect::<Vec<_>>()) {
             self.send(RequestKind::Advise, Command::Advise(part));
         }
         self.agent.iter_mut().for_each(Agent::pump);

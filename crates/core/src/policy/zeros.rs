@@ -103,7 +103,11 @@ fn held(vm: &VmModel) -> Bytes {
 /// The next VM: the one in which a scan found most zeros, and of those in which that
 /// is not known the one of which least was read.
 fn next<'a>(model: &Model, memory: &Memory, able: &[&'a VmModel]) -> Option<&'a VmModel> {
-    let found = |vm: &VmModel| vm.merge.as_ref().and_then(|m| m.sample.found).map(|f| f.zeros);
+    // Where nothing could be read, zeros are not known.
+    let found = |vm: &VmModel| {
+        let found = vm.merge.as_ref().and_then(|m| m.sample.found).filter(|f| f.pages > 0);
+        found.map(|f| f.zeros)
+    };
     let due = |vm: &&&VmModel| {
         if model.state_of(vm) < Pressure::Soft {
             return false;

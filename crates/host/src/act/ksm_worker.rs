@@ -43,6 +43,8 @@ const LOOK_HANGS: Duration = Duration::from_secs(30);
 const REPEAT: Duration = Duration::from_secs(5);
 /// Tables of this size suffice to estimate the share of duplicates in 20 GiB.
 const SAMPLED: Bytes = Bytes::mib(96);
+/// Pieces of RAM that an agent may have; what it says of more does not count.
+const SEGMENTS_MOST: usize = 256;
 /// A spot check reads one of this many pieces of 16 KiB: of 16 MiB that have changed, four.
 const SPOT_CHECK_ONE_IN: u32 = 256;
 
@@ -388,7 +390,7 @@ fn carry_out(
         }
     });
     let mut found = candidates(&scan, one_in);
-    // They were looked at, and no scan will find more.
+    // Nothing of these can be scanned. Without an entry a new scan would be due for them at once.
     found.extend(without.into_iter().map(|id| (id, Candidates::default())));
     // A sample does not tell where duplicates lie. To choose takes seconds where there is much RAM,
     // and the loop waits for the results.
@@ -416,14 +418,25 @@ fn carry_out(
     targets
 }
 
+/// What lies in one of the mappings and in what an agent says that it has: RAM, and not the memory
+/// of devices.
+fn common(mappings: &[Range], of_agent: &[Range]) -> Vec<Range> {
+    let both = |a: &Range, b: &Range| {
+        let (start, end) = (a.start.max(b.start), a.end().min(b.end()));
+        (start < end).then(|| Range { start, len: end - start })
+    };
+    let few = &of_agent[..of_agent.len().min(SEGMENTS_MOST)];
+    united(mappings.iter().flat_map(|a| few.iter().filter_map(|b| both(a, b))).collect())
+}
+
 /// What of each VM is worth opening range by range.
 fn worth_opening(scan: &Scan, agents: &HashMap<VmId, Arc<HashLink>>) -> BTreeMap<VmId, Worth> {
     let scanned = scan.vms.iter().filter(|v| v.outcome == ScanOutcome::Scanned);
     let one = |v: &crate::scan::VmResult| {
         let blocks: Vec<Block> = v.blocks.iter().collect();
-        // Its agent opens RAM alone, and not the memory of devices.
-        let ram = agents.get(&v.target.id).map_or(&v.target.ram[..], |agent| agent.ram());
-        let ram: Vec<Range> = ram.iter().filter(|r| r.len >= LEAST_RAM).copied().collect();
+        let agent = agents.get(&v.target.id);
+        let ram = agent.map_or_else(|| v.target.ram.clone(), |a| common(&v.target.ram, a.ram()));
+        let ram: Vec<Range> = ram.into_iter().filter(|r| r.len >= LEAST_RAM).collect();
         let goes = (v.split.within + v.split.between).0 / PAGE;
         let goes = goes as f64 / v.duplicates.max(1) as f64;
         (v.target.id, ranges(&blocks, &v.target.open, &ram, goes))
@@ -556,6 +569,16 @@ mod tests {
         assert_eq!((scan.read, merger.results().found.get(&vm)), (Bytes::ZERO, None));
         merger.keep(|_| false);
         assert!(merger.results().looks.is_empty());
+    }
+
+    #[test]
+    fn what_an_agent_says_of_its_ram_counts_where_there_is_a_mapping() {
+        let r = |start, len| Range { start, len };
+        let mappings = [r(10, 20), r(40, 10), r(1 << 40, 64)];
+        let said = [r(0, 15), r(15, 5), r(25, 20), r(45, u64::MAX)];
+        let both = [r(10, 10), r(25, 5), r(40, 10), r(1 << 40, 64)];
+        assert_eq!(common(&mappings, &said), both);
+        assert_eq!(common(&mappings, &[]), []);
     }
 
     #[test]

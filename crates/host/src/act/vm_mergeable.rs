@@ -1,9 +1,8 @@
 //! Whether KSM may look at a VM's RAM at all: QEMU's `merge` property, by QMP.
 //!
-//! It works on a running VM, both ways. QEMU 9.1.0 has its condition inverted and
-//! says nothing, so the result is read back from the process's mappings
-//! (`VmFlags: mg`), and where it is the opposite of what was asked, the opposite
-//! is asked. Taking a VM out breaks its merges: only where the memory is there.
+//! It works on a running VM, both ways, but not in QEMU 9.1.0, which takes the property and does
+//! nothing. So the result is read back from the process's mappings (`VmFlags: mg`). Taking a VM out
+//! breaks its merges: only where the memory is there.
 
 use std::time::Duration;
 
@@ -35,9 +34,12 @@ pub enum MergeableError {
     Gone(u32),
     #[error("it has no RAM that KSM could merge (shared memory, hugetlb pages)")]
     NoRam,
-    #[error("QEMU's answer to query-memdev tells of no memory, or of too many backends")]
+    #[error(
+        "QEMU's answer to query-memdev cannot be used: it names no memory backend, more than 256, \
+         or one without its name or size"
+    )]
     NoBackends,
-    #[error("QEMU took it, but the mappings still say the opposite: not done")]
+    #[error("QEMU took it, but its mappings are not so: not done (QEMU 9.1.0 cannot do it)")]
     NoEffect,
     #[error("not done in {} s", PATIENCE.as_secs())]
     Late,
@@ -45,29 +47,16 @@ pub enum MergeableError {
     NotSeen(String),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SetOutcome {
-    Already,
-    Now,
-    /// It is now, by asking QEMU for the opposite (9.1.0).
-    Inverted,
-}
-
-/// Marks a VM's RAM for KSM, or takes it out and breaks its merges.
-pub fn set(
-    root: &Root,
-    id: VmId,
-    qmp: &mut Client,
-    on: bool,
-) -> Result<SetOutcome, MergeableError> {
+/// Marks a VM's RAM for KSM, or takes it out and breaks its merges. `false`: it was so already.
+pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<bool, MergeableError> {
     let regions = read_smaps(root, id.pid)?.ok_or(MergeableError::Gone(id.pid))?;
     let state = ksm_state_of(&regions)?;
     if !on && !state.is_open(None) {
-        return Ok(SetOutcome::Already);
+        return Ok(false);
     }
     let backends = Backends::parse(&qmp.execute("query-memdev", None, PATIENCE)?)?;
     if state.is_open(Some(&backends)) == on {
-        return Ok(SetOutcome::Already);
+        return Ok(false);
     }
     if on && !state.can_be_open() {
         return Err(MergeableError::NoRam);
@@ -76,21 +65,12 @@ pub fn set(
         let merged = merged_now(&read_ksm_stat(root, id.pid)?.unwrap_or_default(), &regions);
         has_room(root, merged, &[(id.pid, merged)])?;
     }
-    for (value, done) in [(on, SetOutcome::Now), (!on, SetOutcome::Inverted)] {
-        for path in &backends.paths {
-            let set = qmp_balloon::set(path, "merge", json!(value));
-            qmp.execute("qom-set", Some(set), PATIENCE)?;
-        }
-        let now = ksm_state(root, id)?;
-        if now.is_open(Some(&backends)) == on {
-            return Ok(done);
-        }
-        // To ask for the opposite would undo it.
-        if now.follows(&state, on) {
-            break;
-        }
+    for path in &backends.paths {
+        let set = qmp_balloon::set(path, "merge", json!(on));
+        qmp.execute("qom-set", Some(set), PATIENCE)?;
     }
-    Err(MergeableError::NoEffect)
+    let done = ksm_state(root, id)?.is_open(Some(&backends)) == on;
+    if done { Ok(true) } else { Err(MergeableError::NoEffect) }
 }
 
 /// Whether a VM's RAM is open to KSM, with what QEMU tells of it.
@@ -101,9 +81,9 @@ pub fn is_open(root: &Root, id: VmId, qmp: &mut Client) -> Result<bool, Mergeabl
 
 /// Firmware and device memory smaller than this keeps QEMU's own mark.
 pub const LEAST_RAM: u64 = 32 << 20;
-/// A larger block is RAM: no device of QEMU's has so much private memory.
-const DEVICE_MOST: u64 = 512 << 20;
-/// What a QEMU can have of either; beyond it is not compared.
+/// A block of this size and more is taken for RAM: displays have less private memory.
+const DEVICE_LIMIT: u64 = 512 << 20;
+/// More backends or blocks than this are not compared: all blocks count as RAM.
 const BACKENDS_MOST: usize = 256;
 const BLOCKS_MOST: usize = 1024;
 
@@ -128,34 +108,27 @@ pub struct KsmState {
 }
 
 impl KsmState {
-    /// Whether some RAM of the VM is open. QEMU marks the memory of devices, too, and closes only
-    /// backends. So with its backends, of blocks of one size as many must be closed as there are
-    /// backends of this size; shared memory is neither. Where both do not fit together, or backends
-    /// are not known, all blocks count as RAM.
+    /// Whether some RAM of the VM is open. QEMU marks the memory of devices, too, but closes only
+    /// backends. The RAM is closed if, for each size, at least as many blocks are closed as there
+    /// are private backends. Shared memory is not counted. If blocks and backends do not fit
+    /// together, or the backends are not known, each block counts as RAM.
     pub fn is_open(&self, backends: Option<&Backends>) -> bool {
         let Some(backends) = backends.filter(|b| self.fits(b)) else {
             return self.blocks.iter().any(|b| b.open);
         };
-        let stay = |size: &u64| self.count(*size, |b| !b.open) < backends.count(*size);
-        backends.sizes.iter().any(stay)
+        let closed = |size: u64| self.count(backends, size, |b| !b.open);
+        backends.sizes.iter().any(|size| closed(*size) < backends.count(*size))
     }
 
-    /// Each backend is there, and what is beyond them is small: before QEMU 5.0 RAM need not be a
-    /// backend.
+    /// Whether each backend has a block, and each large block is a backend's. Before QEMU 5.0 RAM
+    /// need not be a backend.
     fn fits(&self, backends: &Backends) -> bool {
-        let there = |size: u64| self.count(size, |_| true);
+        let there = |size: u64| self.count(backends, size, |_| true);
         let is_backend = |b: &MemoryBlock| there(b.range.len) <= backends.count(b.range.len);
-        let large = |b: &&MemoryBlock| !b.shared && b.range.len > DEVICE_MOST;
+        let large = |b: &&MemoryBlock| !b.shared && b.range.len >= DEVICE_LIMIT;
         self.blocks.len() <= BLOCKS_MOST
             && backends.sizes.iter().all(|size| there(*size) >= backends.count(*size))
             && self.blocks.iter().filter(large).all(is_backend)
-    }
-
-    /// Whether a block is as QEMU was told, that was not so before.
-    pub fn follows(&self, before: &KsmState, open: bool) -> bool {
-        let was = |b: &MemoryBlock| before.blocks.iter().find(|was| was.range == b.range);
-        let changed = |b: &&MemoryBlock| was(b).is_some_and(|was| was.open != b.open);
-        self.blocks.iter().filter(changed).any(|b| b.open == open)
     }
 
     /// Whether [`Self::is_open`] depends on the backends.
@@ -172,8 +145,9 @@ impl KsmState {
         self.blocks.iter().any(|b| b.can_be_open)
     }
 
-    fn count(&self, size: u64, is: impl Fn(&MemoryBlock) -> bool) -> usize {
-        self.blocks.iter().filter(|b| !b.shared && b.range.len == size && is(b)).count()
+    fn count(&self, backends: &Backends, size: u64, is: impl Fn(&MemoryBlock) -> bool) -> usize {
+        let counts = |b: &&MemoryBlock| !b.shared || !backends.shared_known;
+        self.blocks.iter().filter(counts).filter(|b| b.range.len == size && is(b)).count()
     }
 }
 
@@ -203,6 +177,8 @@ pub struct Backends {
     pub paths: Vec<String>,
     /// Sizes of those of them that are at least [`LEAST_RAM`], in bytes.
     sizes: Vec<u64>,
+    /// QEMU tells which are shared (6.1). Otherwise those that are shared are among these.
+    shared_known: bool,
 }
 
 impl Backends {
@@ -210,10 +186,11 @@ impl Backends {
     /// (`/objects/pc.ram`).
     pub fn parse(said: &Value) -> Result<Backends, MergeableError> {
         let all = said.as_array().filter(|all| (1..=BACKENDS_MOST).contains(&all.len()));
-        let mut backends = Backends::default();
+        let mut backends = Backends { shared_known: true, ..Backends::default() };
         for dev in all.ok_or(MergeableError::NoBackends)?.iter().filter(|d| d["share"] != true) {
             let (id, size) = (dev["id"].as_str(), dev["size"].as_u64());
             let (id, size) = id.zip(size).ok_or(MergeableError::NoBackends)?;
+            backends.shared_known &= dev["share"].is_boolean();
             backends.paths.push(format!("/objects/{id}"));
             backends.sizes.extend(Some(size).filter(|size| *size >= LEAST_RAM));
         }
@@ -276,14 +253,10 @@ mod tests {
         let mut both = state(&[(512, on), (512, off), (64, on)]);
         both.blocks[1].shared = true;
         assert!(both.is_open(Some(&backends(&[(512, private), (512, shared)]))));
-    }
-
-    #[test]
-    fn a_block_that_is_as_told_shows_that_the_property_is_not_inverted() {
-        let (both, closed) =
-            (state(&[(512, true), (64, true)]), state(&[(512, false), (64, true)]));
-        assert!(closed.follows(&both, false) && !closed.follows(&both, true));
-        assert!(!both.follows(&both, false) && both.follows(&closed, true));
+        // QEMU 6.0 does not tell that it is shared.
+        both.blocks.remove(0);
+        let untold = Backends::parse(&json!([{ "id": "a", "size": 512 * MIB }])).unwrap();
+        assert!(!both.is_open(Some(&untold)) && both.is_open(None));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //!
 //! QEMU is told the same as `act/vm_mergeable.rs` tells it at once, over the connection that a
 //! tick drives, and without waiting: ask for the memory backends, set each, have the mappings
-//! looked at, ask for the opposite where QEMU has it inverted.
+//! looked at.
 
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ const LOOK_CALM: (Duration, u32, Duration) = (Duration::from_secs(1), 100, Durat
 /// Neither is it looked at again before all VMs could be in this many times what a look at each
 /// takes: so looks use 10 % of a core at most, but for those that orders wait for.
 const LOOK_ALL: u32 = 10;
-/// QEMU is asked again after this which of its memory is RAM.
+/// After this QEMU is asked again which of its memory is RAM.
 const ASK_AGAIN: Duration = Duration::from_secs(30);
 
 impl Vm {
@@ -55,7 +55,8 @@ impl Vm {
         }
         self.client.iter_mut().for_each(Client::flush);
         self.merging = merging;
-        if unknown && (self.usable_sockets().is_ok() || self.merging.is_busy()) {
+        let asked = self.merging.is_busy();
+        if unknown && (asked || !alone && self.usable_sockets().is_ok()) {
             return None;
         }
         Some(self.merging.is_open(state?))
@@ -114,7 +115,7 @@ pub(crate) struct MergeLink {
     under_way: Option<UnderWay>,
     pub error: Option<String>,
     told: Option<Told>,
-    /// When QEMU is asked again, after it did not tell.
+    /// QEMU is not asked before this.
     ask_at: Option<Instant>,
 }
 
@@ -131,11 +132,7 @@ struct Told {
 struct UnderWay {
     /// `None`: QEMU is only asked for its backends.
     want: Option<bool>,
-    /// What QEMU is told.
-    value: bool,
     paths: Vec<String>,
-    /// The mappings before it was told.
-    before: KsmState,
     begun: Instant,
     step: Step,
 }
@@ -161,8 +158,10 @@ impl MergeLink {
 
     /// Whether it makes a difference which memory is RAM, and QEMU has not told.
     fn must_ask(&mut self, state: &KsmState) -> bool {
-        // Other memory may come to lie where some was.
-        self.told.take_if(|told| told.blocks != ranges(state));
+        // If the blocks have changed, the answer no longer holds.
+        if self.told.take_if(|told| told.blocks != ranges(state)).is_some() {
+            self.ask_at = None;
+        }
         state.needs_backends() && self.told.is_none()
     }
 
@@ -254,11 +253,10 @@ impl MergeLink {
                     self.told = Some(Told { blocks, backends: Some(backends) });
                 }
                 let Some(want) = order.want else { return Ok(true) };
-                order.before = state.cloned().unwrap_or_default();
                 if order.paths.is_empty() || want && state.is_some_and(|s| !s.can_be_open()) {
                     return Err(MergeableError::NoRam);
                 }
-                order.set(client)?;
+                order.set(client, want)?;
             }
             Step::Setting(ids) => {
                 let mut failed = None;
@@ -280,14 +278,6 @@ impl MergeLink {
                 let Some(look) = look.filter(|look| look.begun >= *since) else { return Ok(false) };
                 match &look.state {
                     Ok(state) if Some(self.is_open(state)) == order.want => return Ok(true),
-                    // QEMU 9.1.0 does the opposite of what it is told.
-                    Ok(state)
-                        if Some(order.value) == order.want
-                            && !state.follows(&order.before, order.value) =>
-                    {
-                        order.value = !order.value;
-                        order.set(client)?;
-                    }
                     Ok(_) => return Err(MergeableError::NoEffect),
                     Err(why) => return Err(MergeableError::NotSeen(why.clone())),
                 }
@@ -304,12 +294,11 @@ fn ranges(state: &KsmState) -> Vec<Range> {
 impl UnderWay {
     fn new(want: Option<bool>, id: u64) -> UnderWay {
         let (begun, step) = (Instant::now(), Step::Listing(id));
-        let (value, paths, before) = (want.unwrap_or_default(), Vec::new(), KsmState::default());
-        UnderWay { want, value, paths, before, begun, step }
+        UnderWay { want, paths: Vec::new(), begun, step }
     }
 
-    fn set(&mut self, client: &mut Client) -> Result<(), QmpError> {
-        let set = |path: &str| qmp_balloon::set(path, "merge", json!(self.value));
+    fn set(&mut self, client: &mut Client, value: bool) -> Result<(), QmpError> {
+        let set = |path: &str| qmp_balloon::set(path, "merge", json!(value));
         let one = |path: &String| client.send("qom-set", Some(set(path)));
         self.step = Step::Setting(self.paths.iter().map(one).collect::<Result<_, _>>()?);
         Ok(())
@@ -357,8 +346,8 @@ mod tests {
     }
 
     /// A stand-in for QEMU with one private and one shared backend: what it is told
-    /// to do with its RAM shows in the mark, `turned` round, or not at all.
-    fn qemu(listener: UnixListener, mark: Arc<Mutex<bool>>, does: Option<bool>) {
+    /// to do with its RAM shows in the mark, or not at all.
+    fn qemu(listener: UnixListener, mark: Arc<Mutex<bool>>, does: bool) {
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n").unwrap();
         for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
@@ -371,8 +360,8 @@ mod tests {
                 "qom-set" => {
                     assert_eq!(asked["arguments"]["path"], "/objects/pc.ram");
                     let value = asked["arguments"]["value"].as_bool().unwrap();
-                    if let Some(turned) = does {
-                        *mark.lock().unwrap() = value != turned;
+                    if does {
+                        *mark.lock().unwrap() = value;
                     }
                     json!({})
                 }
@@ -388,7 +377,7 @@ mod tests {
     /// What happens to a VM whose RAM is `open`.
     fn with_qemu<T>(
         open: bool,
-        does: Option<bool>,
+        does: bool,
         run: impl FnOnce(&mut Client, &dyn Fn() -> bool) -> T,
     ) -> T {
         let dir = tempfile::tempdir().unwrap();
@@ -423,7 +412,7 @@ mod tests {
     }
 
     /// An order carried out; the mark afterwards, and the error.
-    fn carried_out(want: bool, does: Option<bool>, shown: bool) -> (bool, Option<String>) {
+    fn carried_out(want: bool, does: bool, shown: bool) -> (bool, Option<String>) {
         with_qemu(!want, does, |client, mark| {
             // From before: what it says of now does not count.
             let stale = look(state(want, shown));
@@ -441,11 +430,10 @@ mod tests {
     }
 
     #[test]
-    fn an_order_is_done_when_the_mappings_show_it_also_where_qemu_has_it_inverted() {
+    fn an_order_is_done_when_the_mappings_show_it_and_else_it_has_failed() {
         for (want, shown) in [(true, false), (false, false), (true, true), (false, true)] {
-            assert_eq!(carried_out(want, Some(false), shown), (want, None));
-            assert_eq!(carried_out(want, Some(true), shown), (want, None), "9.1.0");
-            let (open, error) = carried_out(want, None, shown);
+            assert_eq!(carried_out(want, true, shown), (want, None));
+            let (open, error) = carried_out(want, false, shown);
             assert!(open != want && error.unwrap().contains("not done"));
         }
     }
@@ -454,7 +442,7 @@ mod tests {
     fn qemu_is_asked_which_memory_is_ram_where_there_is_other() {
         assert!(!MergeLink::default().must_ask(&state(true, false)), "one block is RAM");
         for open in [true, false] {
-            with_qemu(open, Some(false), |client, _| {
+            with_qemu(open, true, |client, _| {
                 let mut link = MergeLink::default();
                 let there = state(open, true);
                 assert!(link.must_ask(&there) && link.is_open(&there));

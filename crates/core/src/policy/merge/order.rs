@@ -264,12 +264,18 @@ fn steer(
         return plan.why = "this kernel has no KSM (CONFIG_KSM)".into();
     };
     let mut room = Room::of(model, memory, ksm);
+    // What is being broken takes its memory, whatever is decided now.
+    let breaks = |vm: &VmModel, part: &MergeVm| {
+        let closes = memory.of(vm.id).merge.ordered.is_some_and(|(_, open)| !open);
+        part.sample.busy && closes && part.sample.open == Some(true)
+    };
+    vms.iter().filter(|(vm, part)| breaks(vm, part)).for_each(|(vm, part)| room.reserve(vm, part));
     if let Err(why) = group {
         next.govern.burst = None;
         plan.ksmd = Some(KsmdOrder::Rest { why: why.clone() });
         // Their agents are told to close all.
         let agents = vms.iter().filter(|(vm, _)| vm.agent.as_ref().is_some_and(|a| !a.observes));
-        let stays = agents.filter(|(vm, part)| !room.take(vm, part, true));
+        let stays = agents.filter(|(vm, part)| !breaks(vm, part) && !room.take(vm, part, true));
         plan.kept = stays.map(|(vm, _)| vm.id).collect();
         let kept = match plan.kept.len() {
             0 => String::new(),
@@ -279,12 +285,6 @@ fn steer(
     }
     let mut blocked = None;
     let (mut planned, mut saved_now) = (Candidates::default(), 0);
-    // What is being broken takes its memory, whatever is decided now.
-    let breaks = |vm: &VmModel, part: &MergeVm| {
-        let closes = memory.of(vm.id).merge.ordered.is_some_and(|(_, open)| !open);
-        part.sample.busy && closes && part.sample.open != Some(false)
-    };
-    vms.iter().filter(|(vm, part)| breaks(vm, part)).for_each(|(vm, part)| room.reserve(vm, part));
     for (vm, part) in vms {
         let (open, out) = (part.sample.open, out(vm, part, memory, group, model.at));
         let remembered = memory.of(vm.id).merge;
@@ -379,8 +379,8 @@ impl Room<'_> {
         merged.min(seen + Bytes::pages(stat.zero_pages.unwrap_or(0) + newly))
     }
 
-    /// What the limits above a VM leave, and for one that need not go what the host has beyond its
-    /// reserve.
+    /// The room under each limit above a VM. One that need not go is also limited by what the host has
+    /// beyond its reserve.
     fn above(&mut self, vm: &VmModel, must: bool) -> Vec<&mut Bytes> {
         let limits = self.model.host.limits.iter().zip(&mut self.left);
         let mut above: Vec<&mut Bytes> =
@@ -403,7 +403,7 @@ impl Room<'_> {
         there
     }
 
-    /// Takes it in any case: the kernel is about to use it.
+    /// Takes the room even if it is not there: QEMU is breaking these merges already.
     fn reserve(&mut self, vm: &VmModel, part: &MergeVm) {
         let needed = self.needed(vm, part);
         self.above(vm, false).into_iter().for_each(|left| *left = *left - needed);

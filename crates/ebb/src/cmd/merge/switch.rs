@@ -14,7 +14,7 @@ use ebb_core::state::OwnedMark;
 use ebb_core::text::in_command;
 use ebb_core::units::Bytes;
 use ebb_host::act::ksm;
-use ebb_host::act::vm_mergeable::{self, SetOutcome};
+use ebb_host::act::vm_mergeable;
 use ebb_host::libvirt::domain_of;
 use ebb_host::probe::discovery::{Program, inspect_owed};
 use ebb_host::probe::ksm::ksmtuned;
@@ -210,13 +210,11 @@ pub(super) fn switch(config: &Config, names: &[String], on: bool) -> Result<bool
         match connect(config, &known.process)
             .and_then(|mut qmp| Ok(vm_mergeable::set(&root, known.process.id, &mut qmp, on)?))
         {
-            Ok(SetOutcome::Already) => emit(&format!("{name}: it was so already\n"))?,
-            Ok(done) => {
+            Ok(false) => emit(&format!("{name}: it was so already\n"))?,
+            Ok(true) => {
                 changed = true;
-                let how =
-                    if done == SetOutcome::Inverted { " (this QEMU has it inverted)" } else { "" };
                 let what = if on { "open to KSM" } else { "out of KSM, nothing of it is merged" };
-                emit(&format!("{name}: {what}{how}\n"))?;
+                emit(&format!("{name}: {what}\n"))?;
             }
             Err(e) => failed.push(format!("{name}: {e:#}")),
         }
