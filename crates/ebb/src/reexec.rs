@@ -9,7 +9,7 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
@@ -26,6 +26,8 @@ use crate::log;
 const VARIABLE: &str = "EBB_HANDED_OVER";
 /// The loop waits while a program reads its configuration, and no longer than this.
 const CHECK_TIME: Duration = Duration::from_secs(10);
+/// How often it is asked: a signal that is meant for the daemon may end it.
+const CHECK_TRIES: u32 = 3;
 /// No more is read of it.
 const MOST: u64 = 256 << 20;
 
@@ -45,14 +47,21 @@ fn program() -> Result<&'static Path> {
 /// Whether the program that lies there now takes the configuration. A file that was read and is
 /// gone is not taken: without it VMs that it excludes would be served.
 pub fn check() -> Result<()> {
-    let mut command = Command::new(program()?);
+    let program = program()?;
     let config = START.get().and_then(|(_, config)| config.as_deref());
-    command.arg("check").args(config.into_iter().flat_map(|c| ["--config", c]));
-    succeeds(command, CHECK_TIME)
+    for _ in 0..CHECK_TRIES {
+        let mut command = Command::new(program);
+        command.arg("check").args(config.into_iter().flat_map(|c| ["--config", c]));
+        if succeeds(command, CHECK_TIME)? {
+            return Ok(());
+        }
+    }
+    bail!("{} check is ended by SIGHUP each time", program.display())
 }
 
-/// Runs it to its end; the error has what it said.
-fn succeeds(mut command: Command, time: Duration) -> Result<()> {
+/// Runs it to its end; the error has what it said. `false`: SIGHUP has ended it, which `systemctl
+/// kill` sends to all processes of the unit.
+fn succeeds(mut command: Command, time: Duration) -> Result<bool> {
     let what = format!("cannot run {} check", command.get_program().to_string_lossy());
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn().with_context(|| what.clone())?;
@@ -65,12 +74,18 @@ fn succeeds(mut command: Command, time: Duration) -> Result<()> {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    let out = child.wait_with_output().context(what)?;
+    let out = child.wait_with_output().with_context(|| what.clone())?;
+    const HUP: i32 = rustix::process::Signal::HUP.as_raw();
+    match out.status.signal() {
+        Some(HUP) => return Ok(false),
+        Some(signal) => bail!("{what}: ended by signal {signal}"),
+        None => {}
+    }
     if !out.status.success() {
         let said = String::from_utf8_lossy(&out.stderr);
         bail!("the configuration is not taken: {}", said.trim());
     }
-    Ok(())
+    Ok(true)
 }
 
 /// Begins anew; returns only where that failed, or where it is to stop after all: a signal that
@@ -145,7 +160,9 @@ mod tests {
             command.args(["-c", text]);
             succeeds(command, Duration::from_millis(300)).map_err(|e| e.to_string())
         };
-        assert_eq!(shell("exit 0"), Ok(()));
+        assert_eq!(shell("exit 0"), Ok(true));
+        assert_eq!(shell("kill -HUP $$"), Ok(false), "systemctl kill --signal=HUP");
+        assert_eq!(shell("kill -9 $$").unwrap_err(), "cannot run sh check: ended by signal 9");
         let said = shell("echo f:2: no such key >&2; exit 1").unwrap_err();
         assert_eq!(said, "the configuration is not taken: f:2: no such key");
         let said = shell("exec sleep 60").unwrap_err();
