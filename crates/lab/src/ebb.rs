@@ -215,7 +215,8 @@ impl Daemon {
     /// Has it take a VM's idle memory, until the VM is no larger than `most`. A wish is for
     /// one tick, and a guest's word may just then be too old: asked again and again.
     pub fn squeeze(&self, name: &str, most: Bytes) -> Result<(), LabError> {
-        self.wait_for_vm(name, "small size", Duration::from_secs(60), |vm| {
+        // A guest that was silent for a moment is not asked for more than a minute.
+        self.wait_for_vm(name, "small size", Duration::from_secs(180), |vm| {
             let size = vm["actual"].as_u64()?;
             let _ = self.reclaim_vm(name);
             (size <= most.0).then_some(())
