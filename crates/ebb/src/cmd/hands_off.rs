@@ -28,8 +28,8 @@ pub fn off(socket: &str, name: &str, time: Duration) -> Result<bool> {
     if !ask(socket, name, ms, |vm| vm.hands_off.is_some_and(|h| h.done && taken(&h)))? {
         bail!(
             "{name}: after 30 s Ebb may still touch its memory, or the request could not be \
-             written down; it is left alone as soon as its agent and QEMU answer and no scan reads it: \
-             `ebb explain {name}` and the journal say what is missing"
+             written down; it is left alone as soon as its agent and QEMU answer and no scan \
+             reads it: `ebb explain {name}` and the journal say what is missing"
         );
     }
     emit(&format!("{name}: hands off for {} s\n", ms.div_ceil(1000)))?;

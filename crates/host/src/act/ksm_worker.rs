@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::plan::ScanOrder;
 use ebb_core::policy::merge::{Block, Candidates, KsmdOrder, ranges};
+use ebb_core::range::parts;
 use ebb_core::sample::{ScanSample, VmId};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
@@ -421,12 +422,9 @@ fn carry_out(
 /// What lies in one of the mappings and in what an agent says that it has: RAM, and not the memory
 /// of devices.
 fn common(mappings: &[Range], of_agent: &[Range]) -> Vec<Range> {
-    let both = |a: &Range, b: &Range| {
-        let (start, end) = (a.start.max(b.start), a.end().min(b.end()));
-        (start < end).then(|| Range { start, len: end - start })
-    };
-    let few = &of_agent[..of_agent.len().min(SEGMENTS_MOST)];
-    united(mappings.iter().flat_map(|a| few.iter().filter_map(|b| both(a, b))).collect())
+    let said = united(of_agent[..of_agent.len().min(SEGMENTS_MOST)].to_vec());
+    let parts = mappings.iter().flat_map(|mapping| parts(*mapping, &said));
+    parts.filter_map(|(part, is_said)| is_said.then_some(part)).collect()
 }
 
 /// What of each VM is worth opening range by range.

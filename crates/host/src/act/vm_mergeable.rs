@@ -73,10 +73,10 @@ pub fn set(root: &Root, id: VmId, qmp: &mut Client, on: bool) -> Result<bool, Me
     if done { Ok(true) } else { Err(MergeableError::NoEffect) }
 }
 
-/// Whether a VM's RAM is open to KSM, with what QEMU tells of it.
-pub fn is_open(root: &Root, id: VmId, qmp: &mut Client) -> Result<bool, MergeableError> {
+/// Whether a VM's RAM is open to KSM, by its mappings and QEMU's memory backends.
+pub fn is_open(state: &KsmState, qmp: &mut Client) -> Result<bool, MergeableError> {
     let backends = Backends::parse(&qmp.execute("query-memdev", None, PATIENCE)?)?;
-    Ok(ksm_state(root, id)?.is_open(Some(&backends)))
+    Ok(state.is_open(Some(&backends)))
 }
 
 /// Firmware and device memory smaller than this keeps QEMU's own mark.

@@ -80,7 +80,7 @@ pub struct Found {
     pub target: Option<Target>,
     /// Resident RAM, marked for KSM (`VmFlags: mg`).
     pub mergeable: Bytes,
-    /// It has so much RAM that it is not scanned.
+    /// Its RAM is larger than [`most_ram`]: it is not scanned.
     pub too_large: bool,
     /// Resident RAM that is not scanned, and why.
     pub refused: Option<(Bytes, &'static str)>,

@@ -190,11 +190,10 @@ pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Resu
 
 /// Whether its RAM is open, or may be. QEMU marks the memory of devices, too, which is no RAM.
 fn ram_is_open(config: &Config, known: &Known) -> bool {
-    let (root, id) = (Root::default(), known.process.id);
     let connect = || connect(config, &known.process).ok();
-    match vm_mergeable::ksm_state(&root, id) {
+    match vm_mergeable::ksm_state(&Root::default(), known.process.id) {
         Ok(state) if state.needs_backends() => connect()
-            .and_then(|mut qmp| vm_mergeable::is_open(&root, id, &mut qmp).ok())
+            .and_then(|mut qmp| vm_mergeable::is_open(&state, &mut qmp).ok())
             .unwrap_or(true),
         Ok(state) => state.is_open(None),
         Err(_) => true,
