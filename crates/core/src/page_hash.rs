@@ -109,10 +109,8 @@ mod tests {
     fn lines_stand_for_a_page_one_in_each_quarter_and_none_can_be_foreseen() {
         let key = key(1);
         let lines = key.lines();
-        assert!(
-            (0..LINES).all(|i| lines[i] / 1024 == i && lines[i].is_multiple_of(LINE)),
-            "{lines:?}"
-        );
+        let in_its_quarter = |i: usize| lines[i] / 1024 == i && lines[i].is_multiple_of(LINE);
+        assert!((0..LINES).all(in_its_quarter), "{lines:?}");
         let page: Vec<u8> = (0..PAGE).map(|i| (i * 7 + i / 256) as u8).collect();
         for at in 0..PAGE as usize {
             let mut other = page.clone();

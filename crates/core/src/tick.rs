@@ -401,27 +401,45 @@ mod tests {
     use crate::state::VmMemory;
     use crate::units::Bytes;
 
+    fn id(pid: u32) -> VmId {
+        VmId { pid, start: 1 }
+    }
+
+    /// A VM of 1 GiB that is owed 100 MiB.
+    fn vm(pid: u32, guest: GuestModel) -> VmModel {
+        let (ram, owed) = (Some(Bytes::gib(1)), Bytes::mib(100));
+        VmModel { id: id(pid), ram, owed, guest: Some(guest), ..VmModel::default() }
+    }
+
+    /// It was asked then.
+    fn asked(pid: u32, at: u64) -> VmMemory {
+        VmMemory { id: id(pid), asked: Some(Stamp(at)), ..VmMemory::default() }
+    }
+
+    fn engine(vms: Vec<VmMemory>) -> Engine {
+        let mut engine = Engine::new(Config::default(), false);
+        engine.memory.vms = vms;
+        engine
+    }
+
+    fn host(state: Pressure) -> HostModel {
+        let shown = Limit { state, ..Limit::default() };
+        HostModel { shown, ..HostModel::default() }
+    }
+
+    fn limited(headroom: u64, reserve: u64) -> HostModel {
+        let (headroom, reserve) = (Bytes::mib(headroom), Bytes::mib(reserve));
+        let limit = Limit { name: "host".into(), headroom, reserve, ..Limit::default() };
+        HostModel { limits: vec![limit], ..HostModel::default() }
+    }
+
     #[test]
     fn a_host_that_guests_may_fill_before_an_ordinary_tick_is_looked_at_sooner() {
-        let mut engine = Engine::new(Config::default(), false);
-        let id = VmId { pid: 1, start: 1 };
-        engine.memory.vms = vec![VmMemory { id, ..VmMemory::default() }];
+        let engine = engine(vec![VmMemory { id: id(1), ..VmMemory::default() }]);
         let wait = |headroom| {
-            let limit = Limit {
-                name: "host".into(),
-                headroom: Bytes::mib(headroom),
-                reserve: Bytes::mib(500),
-                ..Limit::default()
-            };
-            let host = HostModel { limits: vec![limit], ..HostModel::default() };
-            let vm = VmModel {
-                id,
-                ram: Some(Bytes::gib(10)),
-                actual: Some(Bytes::gib(10)),
-                resident: Some(Bytes::gib(9)),
-                ..VmModel::default()
-            };
-            let model = Model { host, vms: vec![vm], ..Model::default() };
+            let (ram, resident) = (Some(Bytes::gib(10)), Some(Bytes::gib(9)));
+            let vm = VmModel { id: id(1), ram, actual: ram, resident, ..VmModel::default() };
+            let model = Model { host: limited(headroom, 500), vms: vec![vm], ..Model::default() };
             engine.next(&model).at.0
         };
         // A twentieth of its RAM a second.
@@ -431,78 +449,45 @@ mod tests {
 
     #[test]
     fn no_vm_rests_while_the_host_pages_out() {
-        let mut engine = Engine::new(Config::default(), false);
-        let id = VmId { pid: 1, start: 1 };
-        let asked = Some(Stamp(1000));
-        engine.memory.vms = vec![VmMemory { id, asked, ..VmMemory::default() }];
-        let shown = Limit { state: Pressure::Hard, ..Limit::default() };
-        let host = HostModel { shown, ..HostModel::default() };
+        let mut engine = engine(vec![asked(1, 1000)]);
         // With 100 VMs one at rest is asked once a second.
-        let vms = (1..=100).map(|pid| VmModel { id: VmId { pid, start: 1 }, ..VmModel::default() });
-        let model = Model { at: Stamp(1000), host, vms: vms.collect(), ..Model::default() };
-        assert_eq!(engine.next(&model).resting, [id]);
+        let vms = (1..=100).map(|pid| VmModel { id: id(pid), ..VmModel::default() }).collect();
+        let host = host(Pressure::Hard);
+        let model = Model { at: Stamp(1000), host, vms, ..Model::default() };
+        assert_eq!(engine.next(&model).resting, [id(1)]);
         engine.memory.beyond_since = Some(Stamp(900));
         assert_eq!(engine.next(&model).resting, []);
     }
 
     #[test]
     fn one_far_from_short_is_asked_less_and_its_guest_not_at_all() {
-        let mut engine = Engine::new(Config::default(), false);
-        let owed = Bytes::mib(100);
-        let next = |engine: &Engine, spare: u64, age_ms| {
-            let available = Bytes::mib(40 + spare);
-            let g = GuestModel {
-                available,
-                short_mark: Bytes::mib(40),
-                age_ms,
-                ..GuestModel::default()
-            };
-            let vm = |pid| VmModel {
-                id: VmId { pid, start: 1 },
-                ram: Some(Bytes::gib(1)),
-                owed,
-                guest: Some(g),
-                ..VmModel::default()
-            };
-            let vms: Vec<VmModel> = (1..=100).map(vm).collect();
-            let next = engine.next(&Model { at: Stamp(3000), vms, ..Model::default() });
-            let id = VmId { pid: 1, start: 1 };
+        let next = |asked_at, spare: u64, age_ms| {
+            let (available, short_mark) = (Bytes::mib(40 + spare), Bytes::mib(40));
+            let g = GuestModel { available, short_mark, age_ms, ..GuestModel::default() };
+            let vms = (1..=100).map(|pid| vm(pid, g)).collect();
+            let model = Model { at: Stamp(3000), vms, ..Model::default() };
+            let next = engine(vec![asked(1, asked_at)]).next(&model);
             assert_eq!(next.at, Stamp(3250), "2.5 ms a VM");
-            (next.rests(id), next.asks_anew(id))
-        };
-        let asked = |at| VmMemory {
-            id: VmId { pid: 1, start: 1 },
-            asked: Some(Stamp(at)),
-            ..VmMemory::default()
+            (next.rests(id(1)), next.asks_anew(id(1)))
         };
         // Of a hundred guests each may grow by 128 MiB a second.
-        engine.memory.vms = vec![asked(2500)];
-        assert_eq!(next(&engine, 140, 500), (true, false), "not short for two ticks");
-        assert_eq!(next(&engine, 90, 500), (false, true), "it may be short before the second");
-        assert_eq!(next(&engine, 140, 1000), (false, true), "its statistics are old");
-        engine.memory.vms = vec![asked(2000)];
-        assert_eq!(next(&engine, 140, 500), (false, true), "a second after it was asked");
-        assert_eq!(next(&engine, 460, 500), (false, false), "far from short: QEMU asks its guest");
+        assert_eq!(next(2500, 140, 500), (true, false), "not short for two ticks");
+        assert_eq!(next(2500, 90, 500), (false, true), "it may be short before the second");
+        assert_eq!(next(2500, 140, 1000), (false, true), "its statistics are old");
+        assert_eq!(next(2000, 140, 500), (false, true), "a second after it was asked");
+        assert_eq!(next(2000, 460, 500), (false, false), "far from short: QEMU asks its guest");
     }
 
     #[test]
     fn one_that_has_been_quiet_for_a_minute_is_asked_twice_a_second() {
-        let id = |pid| VmId { pid, start: 1 };
         let (clear, soft) = (Pressure::Clear, Pressure::Soft);
-        // Time until the next tick, and whether the first of `vms` VMs rests at it. That VM was asked
-        // `asked_ago` ms ago, the others were never asked.
+        // Time until the next tick, and whether the first of `vms` VMs rests at it. That VM was
+        // asked `asked_ago` ms ago, the others were never asked.
         let next = |vms: u32, state, asked_ago, available| {
-            let available = Bytes::mib(available);
-            let guest = Some(GuestModel { available, ..GuestModel::default() });
-            let (ram, owed) = (Some(Bytes::gib(1)), Bytes::mib(100));
-            let vm = |pid| VmModel { id: id(pid), ram, owed, guest, ..VmModel::default() };
-            let asked = Some(Stamp(QUIET_MS - asked_ago));
-            let shown = Limit { state, ..Limit::default() };
-            let host = HostModel { shown, ..HostModel::default() };
-            let mut engine = Engine::new(Config::default(), false);
-            engine.memory.vms = vec![VmMemory { id: id(1), asked, ..VmMemory::default() }];
-            let vms = (1..=vms).map(vm).collect();
-            let next = engine.next(&Model { at: Stamp(QUIET_MS), host, vms, ..Model::default() });
+            let g = GuestModel { available: Bytes::mib(available), ..GuestModel::default() };
+            let vms = (1..=vms).map(|pid| vm(pid, g)).collect();
+            let model = Model { at: Stamp(QUIET_MS), host: host(state), vms, ..Model::default() };
+            let next = engine(vec![asked(1, QUIET_MS - asked_ago)]).next(&model);
             (next.at.since(Stamp(QUIET_MS)), next.rests(id(1)))
         };
         assert_eq!(next(2, clear, 390, 100), (100, true));
@@ -519,24 +504,14 @@ mod tests {
 
     #[test]
     fn of_vms_that_rest_all_are_asked_in_the_tick_of_the_first() {
-        let id = |pid| VmId { pid, start: 1 };
         let next = |asked_ago: [u64; 3], headroom| {
-            let guest = Some(GuestModel { available: Bytes::gib(1), ..GuestModel::default() });
-            let (ram, owed) = (Some(Bytes::gib(1)), Bytes::mib(100));
+            let g = GuestModel { available: Bytes::gib(1), ..GuestModel::default() };
             let (actual, resident) = (Some(Bytes::gib(1)), Some(Bytes::mib(500)));
-            let base = VmModel { ram, owed, guest, actual, resident, ..VmModel::default() };
-            let vms = (1..=3).map(|pid| VmModel { id: id(pid), ..base.clone() }).collect();
-            let (name, headroom) = ("host".into(), Bytes::mib(headroom));
-            let limit = Limit { name, headroom, ..Limit::default() };
-            let host = HostModel { limits: vec![limit], ..HostModel::default() };
-            let mut engine = Engine::new(Config::default(), false);
-            let asked = |(ago, pid)| VmMemory {
-                id: id(pid),
-                asked: Some(Stamp(QUIET_MS - ago)),
-                ..VmMemory::default()
-            };
-            engine.memory.vms = asked_ago.into_iter().zip(1..).map(asked).collect();
-            let next = engine.next(&Model { at: Stamp(QUIET_MS), host, vms, ..Model::default() });
+            let one = |pid| VmModel { actual, resident, ..vm(pid, g) };
+            let (host, vms) = (limited(headroom, 0), (1..=3).map(one).collect());
+            let was = asked_ago.into_iter().zip(1..).map(|(ago, pid)| asked(pid, QUIET_MS - ago));
+            let model = Model { at: Stamp(QUIET_MS), host, vms, ..Model::default() };
+            let next = engine(was.collect()).next(&model);
             (next.at.since(Stamp(QUIET_MS)), next.resting)
         };
         assert_eq!(next([300, 200, 0], 1_000), (200, vec![id(3)]));
@@ -546,14 +521,12 @@ mod tests {
 
     #[test]
     fn a_guest_whose_module_tells_is_not_asked_out_of_turn() {
-        let id = VmId { pid: 1, start: 1 };
         let asks = |by_module| {
-            let guest = Some(GuestModel { by_module, ..GuestModel::default() });
-            let vm = VmModel { id, owed: Bytes::mib(100), guest, ..VmModel::default() };
+            let vm = vm(1, GuestModel { by_module, ..GuestModel::default() });
             let model = Model { at: Stamp(3000), vms: vec![vm], ..Model::default() };
-            let next = Engine::new(Config::default(), false).next(&model);
-            assert!(!next.rests(id), "it is looked at all the same");
-            next.asks_anew(id)
+            let next = engine(vec![]).next(&model);
+            assert!(!next.rests(id(1)), "it is looked at all the same");
+            next.asks_anew(id(1))
         };
         assert!(asks(false) && !asks(true));
     }
@@ -563,13 +536,7 @@ mod tests {
         let rests = |age_ms| {
             let (available, short_mark) = (Bytes::mib(200), Bytes::mib(40));
             let g = GuestModel { available, short_mark, age_ms, ..GuestModel::default() };
-            let vm = VmModel {
-                ram: Some(Bytes::gib(1)),
-                owed: Bytes::mib(100),
-                guest: Some(g),
-                ..VmModel::default()
-            };
-            is_at_rest(&vm, &VmMemory::default(), (1_000, Bytes::ZERO))
+            is_at_rest(&vm(1, g), &VmMemory::default(), (1_000, Bytes::ZERO))
         };
         // A twentieth of its RAM a second.
         assert!(rests(0) && rests(2_000) && !rests(2_500));
@@ -578,7 +545,7 @@ mod tests {
     #[test]
     fn an_order_that_is_taken_back_takes_nothing() {
         let action = |to, reason| Action {
-            vm: VmId { pid: 1, start: 1 },
+            vm: id(1),
             name: "a".into(),
             from: Bytes::mib(700),
             to: Bytes::mib(to),

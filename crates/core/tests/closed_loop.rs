@@ -5,8 +5,7 @@ mod common;
 
 use common::{Guest, Toy, id};
 use ebb_core::config::Config;
-use ebb_core::model::Progress;
-use ebb_core::plan::{Action, Outcome, Reason};
+use ebb_core::plan::{Action, Outcome};
 use ebb_core::policy::admission::{AdmissionRequest, admit, supply};
 use ebb_core::sample::{Sample, VmId};
 use ebb_core::state::Owned;
@@ -127,22 +126,6 @@ fn each_stage_says_what_it_expects_and_what_came() {
 }
 
 #[test]
-fn a_guest_that_does_not_move_is_shown_stuck_and_does_not_starve_the_rest() {
-    let mut stuck = Guest::new(16, 2);
-    stuck.speed = 0;
-    let mut host = Toy::new(33, 0, vec![stuck, Guest::new(16, 2)]);
-    let mut engine = engine(9, &host);
-    until(&mut engine, &mut host, 40, |h, _| h.available() >= Bytes::gib(9));
-    until(&mut engine, &mut host, 40, |_, tick| {
-        let withdrawn = |a: &Action| a.vm == id(0) && a.reason == Reason::Withdrawn;
-        tick.plan.actions.iter().any(withdrawn)
-    });
-    let (_, model) = engine.step(&mut host);
-    assert_eq!(model.vms[0].convergence.state, Progress::Stuck);
-    assert_eq!(host.guests[0].actual, Bytes::gib(16));
-}
-
-#[test]
 fn by_a_look_that_took_half_a_minute_nothing_is_taken() {
     let mut poor = Guest::new(8, 2).ballooned(5);
     poor.wanted = Bytes::gib(7);
@@ -158,28 +141,6 @@ fn by_a_look_that_took_half_a_minute_nothing_is_taken() {
     }
     assert!(host.guests[0].target > Bytes::gib(3), "giving goes on");
     assert_eq!(host.guests[1].target, Bytes::gib(16));
-}
-
-#[test]
-fn an_order_that_fails_stops_no_other_and_is_tried_again() {
-    let mut host = Toy::new(33, 0, vec![Guest::new(16, 2), Guest::new(16, 2)]);
-    host.guests[0].fails = true;
-    let mut engine = engine(9, &host);
-    until(&mut engine, &mut host, 40, |h, _| h.guests[1].actual < Bytes::gib(13));
-    assert_eq!(host.guests[0].actual, Bytes::gib(16));
-    host.guests[0].fails = false;
-    until(&mut engine, &mut host, 60, |h, _| h.guests[0].actual < Bytes::gib(16));
-}
-
-#[test]
-fn a_tick_replays_to_the_same_plan() {
-    let mut host = Toy::new(20, 0, vec![Guest::new(8, 2).ballooned(5), Guest::new(16, 2)]);
-    host.guests[0].wanted = Bytes::gib(7);
-    let (mut live, mut again) = (engine(2, &host), engine(2, &host));
-    until(&mut live, &mut host, 60, |h, tick| {
-        assert_eq!(&again.replay(tick).0, tick);
-        h.guests[0].used >= Bytes::gib(6)
-    });
 }
 
 /// The first has hung at 2 GiB of 8 and is owed the rest. The second grows by 5 GiB, which the host

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Guest, Toy};
 use ebb_core::config::Config;
-use ebb_core::model::{Model, Pressure};
+use ebb_core::model::{Limit, Model, Pressure};
 use ebb_core::sample::LimitSample;
 use ebb_core::tick::{Engine, Host, Tick, Wake};
 use ebb_core::units::Bytes;
@@ -19,6 +19,31 @@ fn limit(path: &str, limit_gib: f64, others_gib: f64) -> LimitSample {
         usage: bytes(others_gib),
         ..LimitSample::default()
     }
+}
+
+/// A guest of 4 GiB that uses one.
+fn idle(cgroup: &str) -> Guest {
+    Guest::new(4, 1).within(cgroup)
+}
+
+/// One that may use these nodes only.
+fn on(nodes: &[u32]) -> Guest {
+    Guest { nodes: nodes.into(), ..Guest::new(4, 1) }
+}
+
+fn found<'a>(model: &'a Model, name: &str) -> Option<&'a Limit> {
+    model.host.limits.iter().find(|l| l.name == name)
+}
+
+fn names(model: &Model) -> Vec<&str> {
+    model.host.limits.iter().map(|l| l.name.as_str()).collect()
+}
+
+/// Whom a tick gives orders.
+fn asked(tick: &Tick) -> Vec<u32> {
+    let mut asked: Vec<u32> = tick.plan.actions.iter().map(|a| a.vm.pid).collect();
+    asked.sort_unstable();
+    asked
 }
 
 /// A host of 64 GiB, of which 4 are others', and these limits.
@@ -49,10 +74,9 @@ fn balloons(host: &Toy) -> Vec<f64> {
 
 /// A tenant with 7 GiB for two VMs of 4 GiB that use one each; another with enough; one beside.
 fn tenants() -> Toy {
-    let guest = |cgroup: &str| Guest::new(4, 1).within(cgroup);
     host(
         vec![limit("/t/a", 7.0, 0.0), limit("/t/b", 20.0, 0.0)],
-        vec![guest("/t/a/1"), guest("/t/a/2"), guest("/t/b/1"), guest("/t/b/2"), guest("/c")],
+        ["/t/a/1", "/t/a/2", "/t/b/1", "/t/b/2", "/c"].map(idle).to_vec(),
     )
 }
 
@@ -68,17 +92,13 @@ fn only_vms_below_the_limit_that_is_short_give() {
     let words = |t: &Tick| t.plan.actions.first().map(|a| a.reason.to_string());
     let first = ticks.iter().find_map(words).unwrap();
     assert!(first.starts_with("/t/a critical, short of "), "{first}");
-    assert_eq!(
-        model.host.limits.iter().map(|l| l.name.as_str()).collect::<Vec<_>>(),
-        ["host", "/t/a"]
-    );
+    assert_eq!(names(&model), ["host", "/t/a"]);
     assert_eq!(model.host.limits[0].state, Pressure::Clear);
 }
 
 #[test]
 fn the_inner_of_two_limits_has_only_its_own_give_and_the_outer_all() {
-    let guest = |cgroup: &str| Guest::new(4, 1).within(cgroup);
-    let guests = || vec![guest("/m/a/1"), guest("/m/a/2"), guest("/m/b/1"), guest("/x")];
+    let guests = || ["/m/a/1", "/m/a/2", "/m/b/1", "/x"].map(idle).to_vec();
     for (outer, inner, gives) in [
         (40.0, 7.0, [true, true, false, false]),
         (11.0, 30.0, [true, true, true, false]),
@@ -104,12 +124,11 @@ fn the_inner_of_two_limits_has_only_its_own_give_and_the_outer_all() {
 fn what_an_inner_limit_asks_for_gently_does_not_keep_an_outer_one_from_asking_for_more() {
     let first = |inner: Option<LimitSample>| {
         let limits = inner.into_iter().chain([limit("/m", 4.04, 0.0)]).collect();
-        let mut host = host(limits, vec![Guest::new(4, 1).within("/m/a/1")]);
+        let mut host = host(limits, vec![idle("/m/a/1")]);
         let mut engine = engine();
         for _ in 0..20 {
             let (tick, model) = engine.step(&mut host);
-            let limits = &model.host.limits;
-            let state = |name: &str| limits.iter().find(|l| l.name == name).map(|l| l.state);
+            let state = |name: &str| found(&model, name).map(|l| l.state);
             if let Some(action) = tick.plan.actions.first() {
                 return (action.clone(), state("/m/a"), state("/m"));
             }
@@ -126,7 +145,7 @@ fn what_an_inner_limit_asks_for_gently_does_not_keep_an_outer_one_from_asking_fo
 
 #[test]
 fn a_vm_is_brought_below_its_own_limit_and_keeps_what_it_uses() {
-    let guests = vec![Guest::new(4, 2).within("/v/1.scope"), Guest::new(4, 1).within("/v/2.scope")];
+    let guests = vec![Guest::new(4, 2).within("/v/1.scope"), idle("/v/2.scope")];
     let mut host = host(vec![limit("/v/1.scope", 3.0, 0.0)], guests);
     let mut engine = engine();
     let (_, model) = engine.step(&mut host);
@@ -152,9 +171,8 @@ fn what_was_taken_for_a_limit_comes_back_when_it_vanishes() {
 #[test]
 fn a_guest_is_given_what_its_limit_has_and_the_rest_when_others_below_it_have_freed_it() {
     let poor = Guest { wanted: Bytes::gib(4), ..Guest::new(4, 2).ballooned(2).within("/t/a/1") };
-    let idle = Guest { speed: 256 << 20, ..Guest::new(4, 1).within("/t/a/2") };
-    let beside = Guest::new(4, 1).within("/t/b/1");
-    let mut host = host(vec![limit("/t/a", 6.5, 0.0)], vec![poor, idle, beside]);
+    let slow = Guest { speed: 256 << 20, ..idle("/t/a/2") };
+    let mut host = host(vec![limit("/t/a", 6.5, 0.0)], vec![poor, slow, idle("/t/b/1")]);
     let mut engine = engine();
     engine.adopt(host.owed(), None);
     let mut most = Bytes::ZERO;
@@ -183,7 +201,6 @@ fn a_short_host_asks_those_below_a_clear_limit_too() {
 
 #[test]
 fn a_vm_bound_to_a_full_node_gives_and_others_do_not() {
-    let on = |nodes: &[u32]| Guest { nodes: nodes.into(), ..Guest::new(4, 1) };
     let node = |name: &str, nodes: &[u32], gib| LimitSample {
         nodes: nodes.into(),
         ..limit(name, gib, 1.0)
@@ -193,22 +210,19 @@ fn a_vm_bound_to_a_full_node_gives_and_others_do_not() {
     let (_, model) = run(&mut host, &mut engine(), 30);
     let [a, b, c, d] = balloons(&host)[..] else { panic!() };
     assert!(a + b > 1.0 && c == 0.0 && d == 0.0, "{a} {b} {c} {d}");
-    assert!(
-        model.vms[0].is_below(&model.host.limits[1])
-            && !model.vms[3].is_below(&model.host.limits[1])
-    );
+    let below = |i: usize| model.vms[i].is_below(&model.host.limits[1]);
+    assert!(below(0) && !below(3));
 }
 
 /// Both are full; the guests need little.
 #[test]
 fn a_node_that_unbound_vms_use_too_is_no_shortage_of_those_bound_to_it() {
     let node = || LimitSample { nodes: [0].into(), ..limit("node 0", 8.0, 7.9) };
-    let on = |nodes: &[u32]| Guest { nodes: nodes.into(), ..Guest::new(4, 1) };
     for (other, clear) in [(on(&[]), true), (on(&[0]), false)] {
         let mut host = host(vec![node()], vec![on(&[0]), other]);
         let sample = host.read(&[]);
         let model = Model::new(&Config::default(), &sample, &Default::default());
-        let state = model.host.limits.iter().find(|l| l.name == "node 0").map(|l| l.state);
+        let state = found(&model, "node 0").map(|l| l.state);
         assert_eq!(state == Some(Pressure::Clear), clear, "{state:?}");
     }
 }
@@ -223,22 +237,11 @@ fn odd_limits_harm_nobody() {
         (9_223_372_036_854_771_712, GIB),
         (LimitSample::NO_LIMIT.0, u64::MAX),
     ] {
-        let odd = LimitSample {
-            path: "/t/a".into(),
-            limit: Bytes(bytes),
-            usage: Bytes(usage),
-            file: Bytes(usage),
-            swap_left: Some(Bytes(bytes)),
-            ..LimitSample::default()
-        };
+        let (limit, usage, swap_left) = (Bytes(bytes), Bytes(usage), Some(Bytes(bytes)));
+        let odd = LimitSample { path: "/t/a".into(), limit, usage, ..LimitSample::default() };
         let mut host = tenants();
-        host.limits = vec![odd];
-        let end = host.now + 10_000;
-        let mut engine = engine();
-        while host.now < end {
-            let (tick, model) = engine.step(&mut host);
-            let _ = (tick, host.wait(&engine.next(&model)));
-        }
+        host.limits = vec![LimitSample { file: usage, swap_left, ..odd }];
+        run(&mut host, &mut engine(), 10);
         let gave = balloons(&host);
         assert_eq!(gave[2..], [0.0; 3], "{bytes} {usage}: {gave:?}");
         assert!(host.guests.iter().all(|g| g.used == Bytes::gib(1)), "{bytes} {usage}");
@@ -280,25 +283,16 @@ fn ticks_under_several_limits_replay_to_the_same_plans() {
 /// Nearly all of both is resident, but that is their QEMUs' memory in part: 1 GiB may be reached.
 #[test]
 fn a_limit_that_guests_and_their_qemus_may_fill_counts() {
-    let guest = |resident| Guest {
-        ram: Bytes::mib(512),
-        actual: Bytes::mib(512),
-        target: Bytes::mib(512),
-        used: Bytes::mib(80),
-        wanted: Bytes::mib(80),
-        resident: Bytes::mib(resident),
-        ..Guest::new(1, 1).within("/t/a")
-    };
-    for (resident, limit_gib, names) in [
+    let guest = |resident| Guest::small(512, 80, resident).within("/t/a");
+    for (resident, limit_gib, limits) in [
         (465, 1.0, vec!["host", "/t/a"]),
         (465, 2.0, vec!["host"]),
         (20, 1.0, vec!["host", "/t/a"]),
     ] {
-        let limits = vec![limit("/t/a", limit_gib, 0.0)];
-        let mut host = host(limits, vec![guest(resident), guest(resident)]);
+        let limit = limit("/t/a", limit_gib, 0.0);
+        let mut host = host(vec![limit], vec![guest(resident), guest(resident)]);
         let (_, model) = engine().step(&mut host);
-        let found: Vec<&str> = model.host.limits.iter().map(|l| l.name.as_str()).collect();
-        assert_eq!(found, names, "{resident} {limit_gib}");
+        assert_eq!(names(&model), limits, "{resident} {limit_gib}");
     }
 }
 
@@ -307,13 +301,13 @@ fn swap_limits_of_outer_cgroups_hold_for_the_inner_ones_and_their_vms() {
     let swap = |path: &str, left, gib| LimitSample { swap_left: left, ..limit(path, gib, 0.0) };
     let none =
         LimitSample { limit: LimitSample::NO_LIMIT, ..swap("/t", Some(Bytes::mib(300)), 0.0) };
-    let guests = vec![Guest::new(4, 1).within("/t/a/1"), Guest::new(4, 1).within("/t/b")];
+    let guests = vec![idle("/t/a/1"), idle("/t/b")];
     let mut host = host(vec![none, swap("/t/a", Some(Bytes::mib(900)), 4.0)], guests);
     let mut sample = host.read(&[]);
     let memory = sample.host.memory.as_mut().unwrap();
     (memory.swap_total, memory.swap_free) = (Bytes::gib(4), Bytes::gib(4));
     let model = Model::new(&Config::default(), &sample, &Default::default());
-    let left = |name: &str| model.host.limits.iter().find(|l| l.name == name).map(|l| l.swap_left);
+    let left = |name: &str| found(&model, name).map(|l| l.swap_left);
     assert_eq!(left("/t/a"), Some(Bytes::mib(300)));
     assert_eq!(left("/t"), None, "its memory has no limit");
     assert_eq!(left("host"), Some(Bytes::mib(300)), "what all its VMs may use together");
@@ -329,9 +323,8 @@ fn nobody_is_squeezed_for_what_an_inner_limit_does_not_let_others_have() {
     let mut host = Toy::new(200, 1, guests);
     let mut engine = engine();
     run(&mut host, &mut engine, 20);
-    for guest in &mut host.guests[..2] {
-        let used = Bytes::gib(4);
-        (guest.used, guest.wanted, guest.resident) = (used, used, used);
+    for g in &mut host.guests[..2] {
+        [g.used, g.wanted, g.resident] = [Bytes::gib(4); 3];
     }
     host.limits = vec![limit("/t/a", 16.0, 0.0)];
     host.total = Bytes::gib(52);
@@ -342,15 +335,12 @@ fn nobody_is_squeezed_for_what_an_inner_limit_does_not_let_others_have() {
 
 #[test]
 fn what_an_inner_limit_brings_the_outer_one_does_not_ask_others_for() {
-    let guest = |cgroup: &str| Guest::new(4, 1).within(cgroup);
-    let guests = vec![guest("/m/a/1"), guest("/m/a/2"), guest("/m/b/1")];
+    let guests = ["/m/a/1", "/m/a/2", "/m/b/1"].map(idle).to_vec();
     let mut host = host(vec![limit("/m", 12.3, 0.0), limit("/m/a", 7.0, 0.0)], guests);
     let (tick, model) = engine().step(&mut host);
-    let short = |l: &&ebb_core::model::Limit| l.shortage > Bytes::mib(200);
+    let short = |l: &&Limit| l.shortage > Bytes::mib(200);
     assert_eq!(model.host.limits.iter().filter(short).count(), 2, "{:?}", model.host.limits);
-    let mut asked: Vec<u32> = tick.plan.actions.iter().map(|a| a.vm.pid).collect();
-    asked.sort_unstable();
-    assert_eq!(asked, [1, 2], "{:?}", tick.plan.actions);
+    assert_eq!(asked(&tick), [1, 2], "{:?}", tick.plan.actions);
 }
 
 #[test]
@@ -370,29 +360,18 @@ fn a_host_with_a_surplus_gives_back_no_more_than_the_limit_has() {
 /// A little of what is missing may be page cache: too little for an order.
 #[test]
 fn free_memory_is_taken_for_all_that_is_missing() {
-    let mib = Bytes::mib;
-    let guest = Guest {
-        ram: mib(512),
-        actual: mib(512),
-        target: mib(512),
-        used: mib(81),
-        wanted: mib(81),
-        resident: mib(441),
-        ..Guest::new(1, 1).within("/p/1")
-    };
-    let pool = LimitSample { path: "/p".into(), limit: mib(576), ..LimitSample::default() };
-    let mut host = host(vec![pool], vec![guest]);
+    let pool = limit("/p", 576.0 / 1024.0, 0.0);
+    let mut host = host(vec![pool], vec![Guest::small(512, 81, 441).within("/p/1")]);
     let config = Config::parse("f", "[host]\nreserve = \"320MiB\"\n").unwrap();
     let (_, model) = run(&mut host, &mut Engine::new(config, false), 30);
     let limit = &model.host.limits[1];
-    assert!(limit.shortage < mib(8), "{limit:?}");
+    assert!(limit.shortage < Bytes::mib(8), "{limit:?}");
 }
 
 /// Others than VMs use 20 GiB of the host, and nothing of the tenant.
 #[test]
 fn what_others_used_of_the_host_is_nothing_that_they_used_of_a_limit_that_is_new() {
-    let guests = vec![Guest::new(4, 1).within("/t/a/1"), Guest::new(4, 1).within("/t/a/2")];
-    let mut host = Toy::new(64, 20, guests);
+    let mut host = Toy::new(64, 20, vec![idle("/t/a/1"), idle("/t/a/2")]);
     (host.guests[0].used, host.guests[0].wanted) = (Bytes::mib(3900), Bytes::mib(3900));
     let mut engine = engine();
     run(&mut host, &mut engine, 20);
@@ -401,6 +380,5 @@ fn what_others_used_of_the_host_is_nothing_that_they_used_of_a_limit_that_is_new
     host.limits = vec![limit("/t/a", 7.0, 0.0)];
     let (tick, model) = engine.step(&mut host);
     assert_eq!(model.host.shown.name, "/t/a");
-    let asked: Vec<u32> = tick.plan.actions.iter().map(|a| a.vm.pid).collect();
-    assert_eq!(asked, [2], "the first needed all of its memory ten seconds ago");
+    assert_eq!(asked(&tick), [2], "the first needed all of its memory ten seconds ago");
 }

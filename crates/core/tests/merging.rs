@@ -22,7 +22,8 @@ use ebb_core::units::{Bytes, PAGE, Stamp};
 enum Law {
     /// `ksmd` never works while VMs of two share groups are open.
     Apart,
-    /// A VM that writes what was merged is no longer merged after half a minute, where there is room.
+    /// A VM that writes what was merged is not merged any more after half a minute, where there is
+    /// room.
     LetGo,
     /// Merges are broken only of what the host has beyond its reserve and what VMs that
     /// boot were promised.
@@ -99,12 +100,11 @@ impl Toy {
 
     fn vm(&self, i: usize) -> VmSample {
         let vm = &self.vms[i];
-        let (hides_boot, hides_look) =
-            (self.fault == Some(Fault::Boots), self.fault == Some(Fault::Storms));
+        let hides = |fault| self.fault == Some(fault);
         let merge = MergeSample {
             open: Some(vm.open),
             stat: KsmStat { merging_pages: Some(vm.merged), ..KsmStat::default() },
-            seen: (!hides_look).then_some((Stamp(self.at), Bytes::pages(vm.merged))),
+            seen: (!hides(Fault::Storms)).then_some((Stamp(self.at), Bytes::pages(vm.merged))),
             found: Some(Candidates { pages: 400_000, zeros: 0, duplicates: 300_000 }),
             ..MergeSample::default()
         };
@@ -115,7 +115,11 @@ impl Toy {
             link: Link::Up,
             run: Some(RunState::Running),
             process: Some(ProcessMemory { anon: vm.resident, ..ProcessMemory::default() }),
-            age_ms: Some(if vm.boots.is_some() && !hides_boot { self.at } else { 1 << 40 }),
+            age_ms: Some(if vm.boots.is_some() && !hides(Fault::Boots) {
+                self.at
+            } else {
+                1 << 40
+            }),
             merge: Some(merge),
             claim: Claim::Proven,
             ..VmSample::default()
@@ -129,18 +133,14 @@ impl Host for Toy {
     }
 
     fn read(&mut self, _owed: &[VmId]) -> Sample {
-        let memory =
-            Meminfo { total: self.total, available: self.available(), ..Meminfo::default() };
-        let scan = ScanSample { number: 1, at: Stamp(self.at), ..ScanSample::default() };
-        let host = HostSample {
-            memory: Some(memory),
-            ksm: Some(self.ksm),
-            scan: Some(scan),
-            vmstat: Some(Vmstat { cow_ksm: Some(self.copied), ..Vmstat::default() }),
-            ..HostSample::default()
-        };
+        let (at, total, available) = (Stamp(self.at), self.total, self.available());
+        let memory = Some(Meminfo { total, available, ..Meminfo::default() });
+        let scan = Some(ScanSample { number: 1, at, ..ScanSample::default() });
+        let vmstat = Some(Vmstat { cow_ksm: Some(self.copied), ..Vmstat::default() });
+        let ksm = Some(self.ksm);
+        let host = HostSample { memory, ksm, scan, vmstat, ..HostSample::default() };
         let vms = (0..self.vms.len()).map(|i| self.vm(i)).collect();
-        Sample { at: Stamp(self.at), host, vms, ..Sample::default() }
+        Sample { at, host, vms, ..Sample::default() }
     }
 
     fn remember(&mut self, _: &Owned) -> Result<(), String> {
@@ -148,7 +148,7 @@ impl Host for Toy {
     }
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
-        actions.iter().map(|a| Outcome { vm: a.vm, error: None, ..Outcome::default() }).collect()
+        actions.iter().map(|a| Outcome { vm: a.vm, ..Outcome::default() }).collect()
     }
 
     fn merge(&mut self, plan: &MergePlan) {
@@ -229,20 +229,18 @@ fn trial(fault: Fault) -> (Law, Bytes, Vec<ToyVm>) {
         Fault::Storms => (Law::LetGo, Bytes::gib(32), vec![writer(), vm("b", "acme")]),
         // Room for what is merged of the writer, but not beside what the third may take.
         Fault::Boots => {
-            let boots = ToyVm {
-                resident: Bytes::mib(100),
-                merged: 0,
-                boots: Some(Bytes::mib(20)),
-                ..vm("new", "acme")
-            };
-            (Law::Room, Bytes::gib(8), vec![writer(), vm("b", "acme"), boots])
+            let (resident, boots) = (Bytes::mib(100), Some(Bytes::mib(20)));
+            let new = ToyVm { resident, merged: 0, boots, ..vm("new", "acme") };
+            (Law::Room, Bytes::gib(8), vec![writer(), vm("b", "acme"), new])
         }
     }
 }
 
+const FAULTS: [Fault; 3] = [Fault::Groups, Fault::Storms, Fault::Boots];
+
 #[test]
 fn every_rule_that_is_switched_off_breaks_its_law() {
-    for fault in [Fault::Groups, Fault::Storms, Fault::Boots] {
+    for fault in FAULTS {
         let (law, total, vms) = trial(fault);
         let broken = run(total, vms, Some(fault));
         assert!(broken.contains(&law), "{fault:?} off, and {law:?} still holds: {broken:?}");
@@ -251,7 +249,7 @@ fn every_rule_that_is_switched_off_breaks_its_law() {
 
 #[test]
 fn with_all_rules_the_same_hosts_keep_every_law_they_can() {
-    for fault in [Fault::Groups, Fault::Storms, Fault::Boots] {
+    for fault in FAULTS {
         let (_, total, vms) = trial(fault);
         let broken = run(total, vms, None);
         // Where there is no room for it, the writer stays open.

@@ -60,10 +60,8 @@ impl Host for Tier {
     fn read(&mut self, owed: &[VmId]) -> Sample {
         let mut sample = self.toy.read(owed);
         self.looks += 1;
-        let shown = match self.flickers && self.looks.is_multiple_of(2) {
-            true => Bytes::ZERO,
-            false => self.held,
-        };
+        let hidden = self.flickers && self.looks.is_multiple_of(2);
+        let shown = if hidden { Bytes::ZERO } else { self.held };
         let vm = &mut sample.vms[0];
         let stats = vm.balloon.as_mut().unwrap().guest.as_mut().unwrap();
         // The rest of what it has available is page cache.
@@ -96,11 +94,9 @@ impl Host for Tier {
     }
 
     fn start(&mut self, plan: &Plan) {
-        let jobs = plan.recycle.iter().filter_map(|order| order.recycle);
-        let splits = |job: &ebb_core::wire::Recycle| {
-            job.huge == HugePages::Split && job.split_min_pages == 1
-        };
-        if !self.lies && jobs.into_iter().any(|job| splits(&job)) {
+        let mut jobs = plan.recycle.iter().filter_map(|order| order.recycle);
+        let splits = jobs.any(|job| job.huge == HugePages::Split && job.split_min_pages == 1);
+        if !self.lies && splits {
             self.toy.guests[0].resident = self.toy.guests[0].resident - self.held;
             self.recycled += self.held;
             self.held = Bytes::ZERO;

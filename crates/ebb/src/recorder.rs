@@ -282,12 +282,12 @@ pub fn read(input: impl BufRead, mut each: impl FnMut(Line) -> Result<()>) -> Re
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use ebb_core::sample::Sample;
     use ebb_core::tick::{Host, Next};
     use ebb_core::units::Bytes;
-    use ebb_sim::World;
+    use ebb_sim::{Setup, World, run};
     use proptest::prelude::*;
 
     fn tick(number: u64) -> Tick {
@@ -321,6 +321,21 @@ mod tests {
             world.wait(&Next { at: tick.sample.at.plus(500), ..Next::default() });
             Some((before, tick))
         })
+    }
+
+    /// The lines of a simulated run, with the heads that they need.
+    pub fn recorded(setup: &Setup, config: Config) -> Vec<u8> {
+        let (mut world, mut engine) = (World::new(setup), Engine::new(config.clone(), false));
+        let (mut recorder, mut before) = (Recorder::default(), Memory::default());
+        run(&mut engine, &mut world, |engine, tick, _| {
+            if recorder.wants_head() {
+                recorder.head(&Head::new(&config, &before));
+            }
+            recorder.tick(tick.sample.at, &line(tick));
+            before = engine.memory.clone();
+            true
+        });
+        recorder.record().unpacked()
     }
 
     fn unknown(tick: Tick) -> (Memory, Tick) {

@@ -148,32 +148,6 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again_and_nothing_owed_is_not_no_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("deep/state.json");
-        let mut state = StateFile::open(path.to_str().unwrap()).unwrap();
-        assert_eq!(state.find().unwrap(), None);
-        assert_eq!(state.read().unwrap(), Owned::default());
-        state.write(&owned()).unwrap();
-        assert_eq!(state.read().unwrap(), owned());
-        state.write(&Owned::default()).unwrap();
-        assert_eq!(state.find().unwrap(), Some(Owned::default()));
-    }
-
-    #[test]
-    fn a_second_daemon_and_a_damaged_file_are_refused_in_words() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("state.json");
-        let path = path.to_str().unwrap();
-        let state = StateFile::open(path).unwrap();
-        let said = StateFile::open(path).err().unwrap().to_string();
-        assert!(said.contains("another ebb holds"), "{said}");
-        fs::write(path, "{\"vms\": 3").unwrap();
-        let said = format!("{:#}", state.read().unwrap_err());
-        assert!(said.contains("is damaged") && said.contains("virsh setmem"), "{said}");
-    }
-
-    #[test]
     fn a_note_of_ksm_moves_along_unless_another_ebb_steers_ksm_by_it() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);

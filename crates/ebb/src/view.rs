@@ -486,10 +486,8 @@ mod tests {
     #[test]
     fn problems_name_their_vm() {
         let (state, _) = told();
-        let name = state.vms[0].name.clone();
-        assert_eq!(state.problems.last().unwrap().name.as_ref(), Some(&name));
-        assert!(
-            state.problems.last().unwrap().to_string().starts_with(&format!("{name}: /proc/1"))
-        );
+        let (name, problem) = (&state.vms[0].name, state.problems.last().unwrap());
+        assert_eq!(problem.name.as_ref(), Some(name));
+        assert!(problem.to_string().starts_with(&format!("{name}: /proc/1")));
     }
 }

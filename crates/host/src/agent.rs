@@ -216,16 +216,13 @@ fn io_error(path: &Path, call: &'static str, e: Errno) -> AgentError {
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
-    use std::os::unix::net::UnixListener;
-    use std::time::Duration;
 
     use super::*;
+    use crate::testing::{socket, within_a_minute};
 
     /// An agent that reads a line and says `answers`, one after each line.
     fn scripted(answers: &'static [&'static str]) -> (Agent, std::thread::JoinHandle<()>) {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("agent");
-        let listener = UnixListener::bind(&path).unwrap();
+        let (dir, listener, path) = socket();
         let thread = std::thread::spawn(move || {
             let _dir = dir;
             let (mut socket, _) = listener.accept().unwrap();
@@ -240,17 +237,10 @@ mod tests {
 
     fn answer(agent: &mut Agent, command: Command) -> Result<Answer, AgentError> {
         let id = agent.send(command)?;
-        for _ in 0..5000 {
+        within_a_minute(|| {
             agent.pump();
-            if let Some(answer) = agent.take_reply(id) {
-                return answer;
-            }
-            if let Some(error) = agent.failure() {
-                return Err(error.clone());
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        panic!("no answer within 5 s");
+            agent.take_reply(id).or_else(|| agent.failure().cloned().map(Err))
+        })
     }
 
     const STATUS: Command = Command::Status { held: false, room: None };

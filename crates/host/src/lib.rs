@@ -25,6 +25,8 @@ pub mod root;
 pub mod scan;
 mod sockets;
 pub mod sys;
+#[cfg(test)]
+mod testing;
 mod vm;
 pub mod waker;
 

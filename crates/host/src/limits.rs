@@ -267,29 +267,27 @@ const READING_LASTS: Duration = Duration::from_secs(30);
 mod tests {
     use super::*;
     use crate::probe::qemu::QemuProcess;
+    use crate::testing::tree;
     use crate::vm::Access;
 
     #[test]
     fn the_limit_of_a_node_is_forgotten_with_the_last_vm_that_is_bound_to_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |file: &str, text: &str| Root::at(dir.path()).put(file, text);
-        write("sys/devices/system/node/has_memory", "0-1\n");
+        let root = tree(&[("/sys/devices/system/node/has_memory", "0-1\n")]);
         for node in [0, 1] {
             let text = format!("Node {node} MemTotal: 9000 kB\nNode {node} MemFree: 4000 kB\n");
-            write(&format!("sys/devices/system/node/node{node}/meminfo"), &text);
+            root.put(format!("/sys/devices/system/node/node{node}/meminfo"), text);
         }
         let vm = |pid: u32, allowed: &str| {
-            write(&format!("proc/{pid}/status"), &format!("Mems_allowed_list:\t{allowed}\n"));
+            root.put(format!("/proc/{pid}/status"), format!("Mems_allowed_list:\t{allowed}\n"));
             let process = QemuProcess::plain(VmId { pid, start: 1 }, format!("vm{pid}"));
             Vm::new(process, 1, Access::default())
         };
-        let root = Root::at(dir.path());
         let (mut bound, mut other, mut free) = (vm(7, "1"), vm(8, "1"), vm(9, "0-1"));
         // Also where there are no memory cgroups.
         for cgroups in [false, true] {
             if cgroups {
-                write("proc/self/mountinfo", "1 0 0:1 / /cg rw - cgroup2 none rw\n");
-                write("cg/cgroup.controllers", "memory\n");
+                root.put("/proc/self/mountinfo", "1 0 0:1 / /cg rw - cgroup2 none rw\n");
+                root.put("/cg/cgroup.controllers", "memory\n");
             }
             let mut limits = MemoryLimits::default();
             let mut names = |mut vms: Vec<&mut Vm>| -> Vec<String> {

@@ -245,9 +245,8 @@ mod tests {
         }
         assert!(parse_status(&json!({ "status": 1 })).is_err());
         assert!(parse_migrating(&json!({ "status": "active" })));
-        assert!(
-            !parse_migrating(&json!({ "status": "completed" })) && !parse_migrating(&json!({}))
-        );
+        assert!(!parse_migrating(&json!({ "status": "completed" })));
+        assert!(!parse_migrating(&json!({})));
     }
 
     #[test]
@@ -260,19 +259,15 @@ mod tests {
             let path = parse_find_balloon(DEVICE_FOLDERS[0], &items);
             assert_eq!(path.as_deref(), Some("/machine/peripheral/b0"));
         }
-        assert_eq!(
-            parse_find_balloon("/x", &json!([{ "type": "child<virtio-net-pci>" }, 3])),
-            None
-        );
-        assert_eq!(parse_find_balloon("/x", &json!({})), None);
+        for items in [json!([{ "type": "child<virtio-net-pci>" }, 3]), json!({})] {
+            assert_eq!(parse_find_balloon("/x", &items), None);
+        }
     }
 
     #[test]
     fn a_balloon_wakes_where_it_arrives_or_goes_its_own_way() {
-        let event = |mib: u64| Event {
-            name: "BALLOON_CHANGE".into(),
-            data: json!({ "actual": mib << 20 }),
-        };
+        let (name, data) = ("BALLOON_CHANGE", |mib: u64| json!({ "actual": mib << 20 }));
+        let event = |mib| Event { name: name.into(), data: data(mib) };
         let tells = |actual, last: Option<u64>, to: Option<u64>| {
             tells_more_than_ordered(&event(actual), last.map(Bytes::mib), to.map(Bytes::mib))
         };
@@ -295,10 +290,8 @@ mod tests {
         assert_eq!((s.free, s.swap_in, s.available), (None, None, None));
         assert_eq!((s.total, s.major_faults), (Some(Bytes(100)), Some(0)));
         assert_eq!(problems, [""; 0]);
-        assert_eq!(
-            parse_guest_stats(&json!({ "last-update": 0, "stats": {} }), None),
-            (None, vec![])
-        );
+        let never = json!({ "last-update": 0, "stats": {} });
+        assert_eq!(parse_guest_stats(&never, None), (None, vec![]));
     }
 
     #[test]
@@ -327,10 +320,8 @@ mod tests {
         let ram = Some(Bytes(1000));
         let (s, problems) = parse_guest_stats(&stats(900, 901), ram);
         assert_eq!((s.unwrap().available, s.unwrap().total), (None, Some(Bytes(900))));
-        assert!(
-            problems[0].contains("901 B available, more than its total of 900 B"),
-            "{problems:?}"
-        );
+        let why = "901 B available, more than its total of 900 B";
+        assert!(problems[0].contains(why), "{problems:?}");
         let (s, problems) = parse_guest_stats(&stats(2001, 2001), ram);
         assert_eq!((s.unwrap().total, s.unwrap().available, problems.len()), (None, None, 2));
         for bad in [json!(null), json!({ "last-update": "x" }), json!({ "last-update": 1 })] {

@@ -297,22 +297,20 @@ pub fn unescape_octal(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::tree;
 
     #[test]
     fn an_absent_file_is_none_and_a_long_one_an_error() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let root = tree(&[]);
         assert!(root.read("/proc/meminfo").unwrap().is_none());
-        std::fs::write(dir.path().join("long"), vec![b'x'; MAX_FILE as usize + 1]).unwrap();
+        root.put("/long", vec![b'x'; MAX_FILE as usize + 1]);
         let error = root.read("/long").unwrap_err().to_string();
         assert!(error.contains("/long: longer than"), "{error}");
     }
 
     #[test]
     fn every_kind_of_read_can_be_made_to_fail() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("f"), "there").unwrap();
-        let plain = Root::at(dir.path());
+        let plain = tree(&[("/f", "there")]);
         let failing = |fault: fn() -> Fault| {
             plain.clone().with_faults(Arc::new(move |path: &Path| {
                 assert_eq!(path, Path::new("/f"), "as seen below the root");
@@ -335,9 +333,9 @@ mod tests {
 
     #[test]
     fn text_that_is_not_utf8_is_read_lossily() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("f"), b"a\xffb").unwrap();
-        assert_eq!(Root::at(dir.path()).read("/f").unwrap().unwrap(), "a\u{fffd}b");
+        let root = tree(&[]);
+        root.put("/f", b"a\xffb");
+        assert_eq!(root.read("/f").unwrap().unwrap(), "a\u{fffd}b");
     }
 
     #[test]

@@ -61,18 +61,32 @@ impl Lines {
     }
 }
 
-fn first_error(script: impl FnOnce(&mut Lines) + Send + 'static) -> QmpError {
+/// A client of such a peer, to the end of its script.
+fn with<T>(
+    script: impl FnOnce(&mut Lines) + Send + 'static,
+    run: impl FnOnce(&mut Client) -> T,
+) -> T {
     let peer = peer(script);
     let mut client = Client::connect(&peer.path, 5 * SECOND).unwrap();
-    let error = client.execute("query-status", None, 5 * SECOND).unwrap_err();
+    let result = run(&mut client);
     drop(client);
     peer.thread.join().unwrap();
-    error
+    result
+}
+
+/// What becomes of the first command.
+fn first_error(answer: impl FnOnce(&mut Lines) + Send + 'static) -> QmpError {
+    let script = |p: &mut Lines| {
+        p.greet();
+        p.hear();
+        answer(p);
+    };
+    with(script, |client| client.execute("query-status", None, 5 * SECOND).unwrap_err())
 }
 
 #[test]
 fn a_command_is_answered_across_events_and_odd_pieces() {
-    let peer = peer(|p| {
+    let script = |p: &mut Lines| {
         p.greet();
         assert_eq!(p.hear().trim(), r#"{"arguments":{"value":1},"execute":"balloon","id":1}"#);
         p.say("{\"event\": \"RESET\", \"timestamp\": {\"seconds\": 2, \"microseconds\": 3}}\n{\n");
@@ -80,17 +94,16 @@ fn a_command_is_answered_across_events_and_odd_pieces() {
         p.say("  \"return\": {\"text\": \"}\\\"{\"},\n  \"id\": 1\n}\n");
         assert!(p.hear().contains("stop"));
         p.hear();
+    };
+    with(script, |client| {
+        assert_eq!(client.peer_pid(), Some(std::process::id()));
+        let answer = client.execute("balloon", Some(json!({ "value": 1 })), 5 * SECOND).unwrap();
+        assert_eq!(answer, json!({ "text": "}\"{" }));
+        let events = client.protocol.take_events();
+        assert_eq!(events[0].name, "RESET");
+        let error = client.execute("stop", None, Duration::from_millis(10)).unwrap_err();
+        assert!(matches!(error, QmpError::Timeout(..)), "{error}");
     });
-    let mut client = Client::connect(&peer.path, 5 * SECOND).unwrap();
-    assert_eq!(client.peer_pid(), Some(std::process::id()));
-    let answer = client.execute("balloon", Some(json!({ "value": 1 })), 5 * SECOND).unwrap();
-    assert_eq!(answer, json!({ "text": "}\"{" }));
-    let events = client.protocol.take_events();
-    assert_eq!(events[0].name, "RESET");
-    let error = client.execute("stop", None, Duration::from_millis(10)).unwrap_err();
-    assert!(matches!(error, QmpError::Timeout(..)), "{error}");
-    drop(client);
-    peer.thread.join().unwrap();
 }
 
 #[test]
@@ -111,8 +124,6 @@ fn every_bad_answer_has_its_error_and_ends_the_connection() {
     ];
     for (answer, part) in cases {
         let error = first_error(move |p| {
-            p.greet();
-            p.hear();
             p.say(answer);
             p.hear();
         });
@@ -121,8 +132,6 @@ fn every_bad_answer_has_its_error_and_ends_the_connection() {
         assert!(text.contains("qmp.sock"), "{text}");
     }
     let error = first_error(|p| {
-        p.greet();
-        p.hear();
         let _ = p.stream.write_all(b"{\"return\": \"\xff\", \"id\": 1}\n");
     });
     assert!(matches!(error, QmpError::Garbage(..)), "{error}");
@@ -131,24 +140,18 @@ fn every_bad_answer_has_its_error_and_ends_the_connection() {
 #[test]
 fn an_endless_message_and_an_early_end_are_told_apart() {
     let endless = first_error(|p| {
-        p.greet();
-        p.hear();
         p.say(&format!("{{\"return\": \"{}", "x".repeat(MAX_MESSAGE + 1)));
         p.hear();
     });
     assert!(endless.to_string().contains("a message of more than"), "{endless}");
-    let ended = first_error(|p| {
-        p.greet();
-        p.hear();
-        p.say("{\"return\": ");
-    });
+    let ended = first_error(|p| p.say("{\"return\": "));
     let text = ended.to_string();
     assert!(text.ends_with("QEMU closed the connection during query-status"), "{text}");
 }
 
 #[test]
 fn an_error_reply_leaves_the_connection_usable_and_a_late_one_is_dropped() {
-    let peer = peer(|p| {
+    let script = |p: &mut Lines| {
         p.greet();
         p.hear();
         p.say(
@@ -158,16 +161,15 @@ fn an_error_reply_leaves_the_connection_usable_and_a_late_one_is_dropped() {
         p.hear();
         p.say("{\"return\": \"late\", \"id\": 2}\n{\"return\": \"third\", \"id\": 3}\n");
         p.hear();
+    };
+    with(script, |client| {
+        let error = client.execute("query-balloon", None, 5 * SECOND).unwrap_err();
+        assert_eq!(error.to_string(), "query-balloon: No balloon (DeviceNotActive)");
+        let error = client.execute("stop", None, Duration::from_millis(20)).unwrap_err();
+        assert!(error.to_string().ends_with("stop: no answer within 20 ms"), "{error}");
+        assert_eq!(client.execute("cont", None, 5 * SECOND), Ok(json!("third")));
+        assert!(client.protocol.is_done());
     });
-    let mut client = Client::connect(&peer.path, 5 * SECOND).unwrap();
-    let error = client.execute("query-balloon", None, 5 * SECOND).unwrap_err();
-    assert_eq!(error.to_string(), "query-balloon: No balloon (DeviceNotActive)");
-    let error = client.execute("stop", None, Duration::from_millis(20)).unwrap_err();
-    assert!(error.to_string().ends_with("stop: no answer within 20 ms"), "{error}");
-    assert_eq!(client.execute("cont", None, 5 * SECOND), Ok(json!("third")));
-    assert!(client.protocol.is_done());
-    drop(client);
-    peer.thread.join().unwrap();
 }
 
 #[test]

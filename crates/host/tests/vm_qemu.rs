@@ -15,7 +15,9 @@ use ebb_core::units::Bytes;
 use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, Options, Wake};
 use ebb_host::probe::cgroup::{Version, read_hierarchy, read_process_cgroup};
 use ebb_host::qmp::{Client, QmpError};
+use ebb_host::qmp_balloon;
 use ebb_host::root::Root;
+use serde_json::Value;
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -32,6 +34,17 @@ impl Drop for Qemu {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// A tree of links to this machine, with one process.
+fn links(dir: &Path, pid: u32) -> Root {
+    let root = Root::at(dir.join("root"));
+    std::fs::create_dir_all(root.path("/proc")).unwrap();
+    for file in ["meminfo", "vmstat", "swaps", "pressure", "self", &pid.to_string()] {
+        symlink(format!("/proc/{file}"), root.path(format!("/proc/{file}"))).unwrap();
+    }
+    symlink("/sys", root.path("/sys")).unwrap();
+    root
 }
 
 /// A paused QEMU with 64 MiB; `extra` options come last.
@@ -56,13 +69,7 @@ fn qemu(name: &str, extra: &[&str]) -> Qemu {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(socket.exists(), "QEMU did not open its QMP socket");
-    let root = Root::at(dir.path().join("root"));
-    std::fs::create_dir_all(root.path("/proc")).unwrap();
-    let pid = child.id().to_string();
-    for file in ["meminfo", "vmstat", "swaps", "pressure", "self", &pid] {
-        symlink(format!("/proc/{file}"), root.path(format!("/proc/{file}"))).unwrap();
-    }
-    symlink("/sys", root.path("/sys")).unwrap();
+    let root = links(dir.path(), child.id());
     Qemu { child, socket, name, root, _dir: dir }
 }
 
@@ -86,11 +93,11 @@ fn set(host: &mut LinuxHost, vm: VmId, to: Bytes) -> Result<(), ActError> {
 }
 
 /// Samples until the VM satisfies `good`.
-fn sample_until(host: &mut LinuxHost, vm: &Qemu, good: impl Fn(&VmSample) -> bool) -> VmSample {
+fn sample_until(host: &mut LinuxHost, pid: u32, good: impl Fn(&VmSample) -> bool) -> VmSample {
     let until = Instant::now() + LONG;
     loop {
         let sample = host.sample();
-        let found = sample.vms.iter().find(|v| v.id.pid == vm.child.id());
+        let found = sample.vms.iter().find(|v| v.id.pid == pid);
         match found {
             Some(v) if good(v) => return v.clone(),
             _ if Instant::now() > until => panic!("never came: {found:?} {:?}", sample.problems),
@@ -109,6 +116,12 @@ fn connect(path: &Path) -> Client {
         }
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// How often QEMU asks its guest.
+fn interval(socket: &Path) -> Value {
+    let get = qmp_balloon::get("/machine/peripheral/balloon0", qmp_balloon::INTERVAL);
+    connect(socket).execute("qom-get", Some(get), LONG).unwrap()
 }
 
 #[test]
@@ -158,7 +171,7 @@ fn vm_a_vm_that_claims_the_section_of_another_is_left_alone() {
         let text = format!("[host]\nsockets = \"any\"\n[vm.{}]\n{says}\n", vm.name);
         let config = Config::parse("f", &text).unwrap();
         let mut host = LinuxHost::new(Options { config: config.clone(), ..vm.options() }).unwrap();
-        let seen = sample_until(&mut host, &vm, |v| {
+        let seen = sample_until(&mut host, vm.child.id(), |v| {
             v.balloon.is_some() || matches!(v.link, Link::Down(_))
         });
         let sample = host.sample();
@@ -180,31 +193,23 @@ fn vm_a_vm_that_claims_the_section_of_another_is_left_alone() {
 fn vm_a_sample_tells_what_qemu_and_proc_know() {
     let vm = qemu("sample", &[]);
     let mut host = vm.host();
-    let v = sample_until(&mut host, &vm, |v| v.balloon.is_some());
+    let v = sample_until(&mut host, vm.child.id(), |v| v.balloon.is_some());
     assert_eq!((v.name.as_str(), v.link.clone()), (vm.name.as_str(), Link::Up));
     assert_eq!((v.ram, v.run), (Some(Bytes::mib(64)), Some(RunState::Paused)));
     assert!(v.uuid.is_some() && v.process.unwrap().resident() > Bytes::mib(1));
     let balloon = v.balloon.unwrap();
     assert_eq!((balloon.actual, balloon.guest), (Bytes::mib(64), None));
     assert_eq!((balloon.reporting, balloon.deflate_on_oom), (Some(true), Some(false)));
-    let interval = {
-        // The daemon's connection gone, another may look.
-        drop(host);
-        let mut client = connect(&vm.socket);
-        let get = ebb_host::qmp_balloon::get(
-            "/machine/peripheral/balloon0",
-            "guest-stats-polling-interval",
-        );
-        client.execute("qom-get", Some(get), LONG).unwrap()
-    };
-    assert_eq!(interval, 2);
+    // The daemon's connection gone, another may look.
+    drop(host);
+    assert_eq!(interval(&vm.socket), 2);
 }
 
 #[test]
 fn vm_events_wake_and_a_dead_vm_is_not_acted_on() {
     let mut vm = qemu("wake", &["-qmp", "unix:second.sock,server=on,wait=off"]);
     let mut host = vm.host();
-    let v = sample_until(&mut host, &vm, |v| v.link == Link::Up);
+    let v = sample_until(&mut host, vm.child.id(), |v| v.link == Link::Up);
     assert_eq!(v.events.first(), Some(&VmEvent::Connected));
     host.kick_stats(&[v.id]);
     // No driver in the guest: QEMU takes the wish all the same.
@@ -212,7 +217,7 @@ fn vm_events_wake_and_a_dead_vm_is_not_acted_on() {
     let mut other = connect(&vm.socket.with_file_name("second.sock"));
     other.execute("system_reset", None, LONG).unwrap();
     assert_eq!(host.wait(Instant::now() + LONG), Wake::Event);
-    sample_until(&mut host, &vm, |v| v.events.contains(&VmEvent::Reset));
+    sample_until(&mut host, vm.child.id(), |v| v.events.contains(&VmEvent::Reset));
     vm.child.kill().unwrap();
     vm.child.wait().unwrap();
     assert_eq!(host.wait(Instant::now() + LONG), Wake::Event);
@@ -226,16 +231,16 @@ fn vm_a_stopped_qemu_is_slow_and_costs_one_deadline() {
     let vm = qemu("hung", &[]);
     let options = Options { deadline: Duration::from_millis(300), ..vm.options() };
     let mut host = LinuxHost::new(options).unwrap();
-    let v = sample_until(&mut host, &vm, |v| v.link == Link::Up);
+    let v = sample_until(&mut host, vm.child.id(), |v| v.link == Link::Up);
     let pid = rustix::process::Pid::from_raw(vm.child.id() as i32).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-    sample_until(&mut host, &vm, |v| matches!(v.link, Link::Slow(_)));
+    sample_until(&mut host, vm.child.id(), |v| matches!(v.link, Link::Slow(_)));
     let start = Instant::now();
     let link = host.sample().vms.into_iter().find(|s| s.id == v.id).unwrap().link;
     assert!(matches!(link, Link::Slow(_)) && start.elapsed() < Duration::from_millis(250));
     assert!(matches!(set(&mut host, v.id, Bytes::mib(48)), Err(ActError::NoLink(_))));
     rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
-    sample_until(&mut host, &vm, |v| v.link == Link::Up && v.run.is_some());
+    sample_until(&mut host, vm.child.id(), |v| v.link == Link::Up && v.run.is_some());
 }
 
 #[test]
@@ -244,7 +249,7 @@ fn vm_a_configured_socket_names_its_vm_and_a_held_one_is_told() {
     let text = format!("[vm.mine]\nqmp = {:?}\n[vm.no]\nqmp = \"/nonexistent\"\n", vm.socket);
     let config = Config::parse("f", &text).unwrap();
     let mut host = LinuxHost::new(Options { config, ..vm.options() }).unwrap();
-    let v = sample_until(&mut host, &vm, |v| v.link == Link::Up);
+    let v = sample_until(&mut host, vm.child.id(), |v| v.link == Link::Up);
     assert_eq!(v.name, "mine");
     let sample: Sample = host.sample();
     assert!(sample.problems.iter().any(|p| p.source == "/nonexistent"), "{:?}", sample.problems);
@@ -253,8 +258,25 @@ fn vm_a_configured_socket_names_its_vm_and_a_held_one_is_told() {
     // Without configuration the socket with `ebb` in its name comes first.
     let _held = connect(&vm.socket.with_file_name("ebb.sock"));
     let mut host = vm.host();
-    let v = sample_until(&mut host, &vm, |v| matches!(v.link, Link::Taken(_)));
+    let v = sample_until(&mut host, vm.child.id(), |v| matches!(v.link, Link::Taken(_)));
     assert_eq!(v.run, None);
+}
+
+#[test]
+fn vm_a_held_socket_is_told_as_such_until_it_is_free() {
+    let vm = qemu("held", &[]);
+    let held = connect(&vm.socket);
+    let mut host = vm.host();
+    sample_until(&mut host, vm.child.id(), |v| matches!(v.link, Link::Taken(_)));
+    // Also while Ebb tries again.
+    let until = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < until {
+        let link = host.sample().vms.into_iter().find(|v| v.id.pid == vm.child.id()).unwrap().link;
+        assert!(matches!(link, Link::Taken(_)), "{link:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    drop(held);
+    sample_until(&mut host, vm.child.id(), |v| v.link == Link::Up);
 }
 
 /// The process that it ends when it is dropped: QEMU in the background is nobody's child.
@@ -291,23 +313,10 @@ fn vm_a_qemu_in_the_background_as_proxmox_starts_it_is_visited_and_free_for_its_
     let _ends = Ends(pid);
     // As qmeventd does: QEMU 7.2 at times ends with a fault when it is closed at once.
     let _held = qmeventd.accept().expect("its second monitor connects out");
-    let root = Root::at(dir.path().join("root"));
-    std::fs::create_dir_all(root.path("/proc")).unwrap();
-    for file in ["meminfo", "vmstat", "swaps", "pressure", "self", &pid.to_string()] {
-        symlink(format!("/proc/{file}"), root.path(format!("/proc/{file}"))).unwrap();
-    }
-    symlink("/sys", root.path("/sys")).unwrap();
+    let root = links(dir.path(), pid);
     let options = Options { root, psi_trigger_us: None, ..Options::default() };
     let mut host = LinuxHost::new(options).unwrap();
-    let until = Instant::now() + LONG;
-    let seen = loop {
-        let vm = host.sample().vms.into_iter().find(|v| v.id.pid == pid);
-        if let Some(vm) = vm.filter(|vm| vm.balloon.is_some()) {
-            break vm;
-        }
-        assert!(Instant::now() < until, "not seen");
-        std::thread::sleep(Duration::from_millis(250));
-    };
+    let seen = sample_until(&mut host, pid, |vm| vm.balloon.is_some());
     assert_eq!((seen.name.as_str(), seen.link), ("vm100", Link::Up));
     assert_eq!(seen.shared.unwrap().with.as_deref(), Some("Proxmox VE"));
     set(&mut host, seen.id, Bytes::mib(48)).unwrap();
@@ -321,8 +330,5 @@ fn vm_a_qemu_in_the_background_as_proxmox_starts_it_is_visited_and_free_for_its_
     });
     host.restore_intervals();
     served.join().unwrap();
-    let mut manager = connect(Path::new(&socket));
-    let get =
-        ebb_host::qmp_balloon::get("/machine/peripheral/balloon0", "guest-stats-polling-interval");
-    assert_eq!(manager.execute("qom-get", Some(get), LONG).unwrap(), 0);
+    assert_eq!(interval(Path::new(&socket)), 0);
 }

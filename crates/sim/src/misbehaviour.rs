@@ -93,10 +93,4 @@ mod tests {
             assert!((50..=400).contains(&stuck), "minute {minute}: {stuck}");
         }
     }
-
-    #[test]
-    fn odd_company_holds_no_mood_twice_and_not_the_ideal_one() {
-        let all: std::collections::HashSet<Misbehaviour> = ODD.into_iter().collect();
-        assert_eq!((all.len(), all.contains(&Misbehaviour::Ideal)), (ODD.len(), false));
-    }
 }

@@ -359,12 +359,4 @@ mod tests {
             }
         }
     }
-
-    #[test]
-    fn names_are_unique() {
-        for s in &SCENARIOS {
-            assert_eq!(SCENARIOS.iter().filter(|o| o.name == s.name).count(), 1);
-            assert!(scenario(s.name).is_some());
-        }
-    }
 }

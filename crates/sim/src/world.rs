@@ -131,8 +131,6 @@ pub struct World {
     /// Wall time spent in the simulated host itself, so that callers can tell it
     /// from the time of the loop.
     pub outside: Duration,
-    /// Writing down fails (fault switch).
-    pub cannot_remember: bool,
     /// What was written down last.
     pub remembered: Owned,
     /// QEMU asks guests for their numbers so often, ms.
@@ -359,9 +357,6 @@ impl Host for World {
     }
 
     fn remember(&mut self, owned: &Owned) -> Result<(), String> {
-        if self.cannot_remember {
-            return Err("disk full".into());
-        }
         self.remembered = owned.clone();
         Ok(())
     }

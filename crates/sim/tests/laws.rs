@@ -1,10 +1,11 @@
 //! The laws, over random worlds: nothing here may depend on a lucky seed.
 
-use ebb_core::config::Config;
-use ebb_core::model::Pressure;
-use ebb_core::plan::Action;
-use ebb_core::tick::{Engine, Host, Wake};
-use ebb_core::units::Bytes;
+use ebb_core::model::Model;
+use ebb_core::plan::{Action, Outcome};
+use ebb_core::sample::{Meminfo, Sample, VmId};
+use ebb_core::state::Owned;
+use ebb_core::tick::{Engine, Host, Next, Tick, Wake};
+use ebb_core::units::{Bytes, Stamp};
 use ebb_sim::compare::in_parallel;
 use ebb_sim::demand::{Curve, Need};
 use ebb_sim::guest::INFLATE_RATE;
@@ -22,6 +23,16 @@ const SLOW: f64 = INFLATE_RATE / 4.0;
 fn tight(seed: u64, host_gib: u64, odd_one_in: u32, seconds: u64) -> Setup {
     let setup = crowd(12, Bytes::gib(2), Bytes::gib(host_gib), seed, odd_one_in);
     Setup { run_ms: seconds * 1000, ..setup }
+}
+
+/// Runs Ebb in a world of this kind, and shows each tick: the world at the end.
+fn ran(setup: &Setup, mut see: impl FnMut(&Tick, &Model)) -> World {
+    let mut world = World::new(setup);
+    run(&mut Engine::new(setup.config(), false), &mut world, |_, tick, model| {
+        see(tick, model);
+        true
+    });
+    world
 }
 
 proptest! {
@@ -56,15 +67,12 @@ proptest! {
     #[test]
     fn the_same_input_gives_the_same_plan(seed in any::<u64>(), odd in 1u32..6) {
         let setup = tight(seed, 13, odd, 100);
-        let mut world = World::new(&setup);
-        let mut engine = Engine::new(setup.config(), false);
-        let mut again = engine.clone();
-        run(&mut engine, &mut world, |_, tick, _| {
+        let mut again = Engine::new(setup.config(), false);
+        ran(&setup, |tick, _| {
             let mut twin = again.clone();
             let (first, _) = again.replay(tick);
             assert_eq!(first.plan, tick.plan);
             assert_eq!(twin.replay(tick).0, first);
-            true
         });
     }
 
@@ -85,8 +93,7 @@ proptest! {
         for share in [1.0, 0.5, 0.25, 0.1, 0.02, 0.0] {
             let mut worse = sample.clone();
             let available = memory.available.share(share);
-            worse.host.memory =
-                Some(ebb_core::sample::Meminfo { free: available, available, ..memory });
+            worse.host.memory = Some(Meminfo { free: available, available, ..memory });
             let mut twin = Twin(worse);
             let (tick, model) = engine.clone().step(&mut twin);
             for a in tick.plan.actions.iter().filter(|a| a.to < a.from) {
@@ -98,25 +105,22 @@ proptest! {
 }
 
 /// A host that shows one sample and carries out nothing.
-struct Twin(ebb_core::sample::Sample);
+struct Twin(Sample);
 
 impl Host for Twin {
-    fn now(&self) -> ebb_core::units::Stamp {
+    fn now(&self) -> Stamp {
         self.0.at
     }
-    fn read(&mut self, _owed: &[ebb_core::sample::VmId]) -> ebb_core::sample::Sample {
+    fn read(&mut self, _owed: &[VmId]) -> Sample {
         self.0.clone()
     }
-    fn remember(&mut self, _: &ebb_core::state::Owned) -> Result<(), String> {
+    fn remember(&mut self, _: &Owned) -> Result<(), String> {
         Ok(())
     }
-    fn apply(&mut self, actions: &[Action]) -> Vec<ebb_core::plan::Outcome> {
-        actions
-            .iter()
-            .map(|a| ebb_core::plan::Outcome { vm: a.vm, error: None, ..Default::default() })
-            .collect()
+    fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
+        actions.iter().map(|a| Outcome { vm: a.vm, ..Outcome::default() }).collect()
     }
-    fn wait(&mut self, _: &ebb_core::tick::Next) -> Wake {
+    fn wait(&mut self, _: &Next) -> Wake {
         Wake::Stop
     }
 }
@@ -155,9 +159,7 @@ fn at_steady_state_nobody_is_turned_around_more_than_once_a_minute() {
 fn a_stuck_guest_never_starves_the_rest() {
     for seed in 0..6 {
         let setup = scenario("one-stuck").unwrap().setup(seed);
-        let mut world = World::new(&setup);
-        let mut engine = Engine::new(setup.config(), false);
-        run(&mut engine, &mut world, |_, _, _| true);
+        let world = ran(&setup, |_, _| ());
         for g in world.guests.iter().skip(1) {
             let share = g.counts.stall_ms / setup.run_ms as f64;
             assert!(g.counts.ooms == 0 && share < 0.01, "seed {seed}: vm{} {share}", g.index);
@@ -182,10 +184,8 @@ fn who_falls_silent_is_given_what_it_may_need_and_not_asked() {
         g.need = Need::of(Curve::flat(Bytes::mib(300)));
         (g.misbehaviour, g.reporting, g.stale) = (misbehaviour, false, Bytes::mib(1700));
     }
-    let mut world = World::new(&setup);
-    let mut engine = Engine::new(setup.config(), false);
     let mut small = [false; 2];
-    run(&mut engine, &mut world, |_, tick, _| {
+    ran(&setup, |tick, _| {
         let ms = tick.sample.at.0 - 1_000_000;
         for (i, small) in small.iter_mut().enumerate() {
             let vm = &tick.sample.vms[i];
@@ -193,7 +193,6 @@ fn who_falls_silent_is_given_what_it_may_need_and_not_asked() {
             *small |= ms < 60_000 && !whole;
             assert!(whole || ms < 140_000, "{} at {ms} ms: {:?}", vm.name, vm.balloon);
         }
-        true
     });
     assert_eq!(small, [true; 2], "they must have been asked before");
 }
@@ -201,42 +200,19 @@ fn who_falls_silent_is_given_what_it_may_need_and_not_asked() {
 /// A claim that its own numbers contradict keeps no guest from being asked.
 #[test]
 fn who_claims_too_much_is_asked_by_what_else_it_says() {
-    let setup = scenario("one-lying").unwrap().setup(1);
-    let mut world = World::new(&setup);
-    let mut engine = Engine::new(setup.config(), false);
     let mut taken = Bytes::ZERO;
-    run(&mut engine, &mut world, |_, tick, model| {
+    let world = ran(&scenario("one-lying").unwrap().setup(1), |tick, model| {
         let vm = &model.vms[0];
         taken = taken.max(vm.owed);
         assert!(vm.trust.level < 1.0 || tick.number < 2, "{:?}", vm.trust);
-        true
     });
     assert!(taken > world.guests[0].spec.ram.share(0.25), "{taken}");
     assert_eq!(world.guests[0].counts.ooms, 0);
 }
 
 #[test]
-fn without_a_written_state_nothing_is_taken() {
-    let setup = tight(3, 13, 0, 300);
-    let mut world = World::new(&setup);
-    world.cannot_remember = true;
-    let mut engine = Engine::new(Config::default(), false);
-    let mut short = false;
-    run(&mut engine, &mut world, |_, tick, model| {
-        assert!(tick.plan.actions.iter().all(Action::gives), "{:?}", tick.plan.actions);
-        short |= model.host.shown.state > Pressure::Soft;
-        true
-    });
-    assert!(short, "the scenario must come to a point where something would be taken");
-}
-
-#[test]
 fn agents_recycle_what_guests_free_and_nobody_is_harmed_by_it() {
-    let setup = scenario("tier-guest").unwrap().setup(1);
-    let mut world = World::new(&setup);
-    let mut engine = Engine::new(setup.config(), false);
-    run(&mut engine, &mut world, |_, _, _| true);
-    for g in &world.guests {
+    for g in &ran(&scenario("tier-guest").unwrap().setup(1), |_, _| ()).guests {
         assert_eq!(g.counts.recycled > Bytes::mib(64), g.spec.agent, "vm{}", g.index);
     }
 }
@@ -332,19 +308,14 @@ fn where_all_own_peaks_fit_a_static_split_does_no_better() {
 }
 
 /// Drawn worlds without swap where all guests behave so; `fit`: the point's coordinate.
-fn without_swap(
-    seed: u64,
-    count: usize,
-    fit: f64,
-    misbehaviour: Misbehaviour,
-) -> Vec<(String, Setup)> {
+fn without_swap(seed: u64, count: usize, fit: f64, all: Misbehaviour) -> Vec<(String, Setup)> {
     let mut rng = fastrand::Rng::with_seed(seed);
     let at = |knob| COORDINATES.iter().position(|k| *k == knob).unwrap();
     let world = |_| {
         let mut point = Point::random(&mut rng);
         (point.at[at("swap")], point.at[at("fit")]) = (0.0, fit);
         let mut setup = point.setup();
-        setup.guests.iter_mut().for_each(|g| g.misbehaviour = misbehaviour);
+        setup.guests.iter_mut().for_each(|g| g.misbehaviour = all);
         (point.about(), setup)
     };
     (0..count).map(world).collect()

@@ -10,7 +10,6 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command as Program;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
@@ -67,48 +66,37 @@ fn a_device_ends_it(node: &Node) {
     for (faults, held) in
         [("", true), ("no_device_watch", true), ("no_device_watch+no_devices", false)]
     {
-        let faults = match parse(faults) {
-            Some(faults) => faults,
-            None => continue,
-        };
-        let guest = Guest::new(64, RamKind::Small);
-        let (mut agent, beats) = attached(&guest, faults);
+        let Some(faults) = Faults::parse(faults) else { continue };
+        let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, faults);
         guest.fill_and_free(FIRST, 4096);
-        let device = File::options().read(true).open(&node.path).unwrap();
+        let _device = File::options().read(true).open(&node.path).unwrap();
         let want = Recycle { budget_ms: 2000, ..Recycle::default() };
         // Whatever looks at open files once a second has not looked yet.
         let bytes = recycle(&mut agent, want).map_or(0, |done| done.bytes.0);
         let whole = (FIRST..FIRST + 4096).all(|p| guest.holds(p, !p));
         assert_eq!((bytes == 0, whole), (held, held), "{bytes}");
-        let until = Instant::now() + Duration::from_secs(20);
-        let mut aside = || {
+        let mut seen = Default::default();
+        let aside = || {
             let status = status(&mut agent, false);
-            let why = status.why.unwrap_or_default();
-            assert!(Instant::now() < until, "{:?} {why}", status.state);
-            status.state == AgentState::Aside && why.contains("VFIO")
+            seen = (status.state, status.why.unwrap_or_default());
+            seen.0 == AgentState::Aside && seen.1.contains("VFIO")
         };
-        while held && !aside() {
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        drop(device);
-        guest.stop.store(true, SeqCst);
-        beats.join().unwrap();
+        assert!(!held || within(Duration::from_secs(20), aside), "{seen:?}");
     }
 }
 
 /// The kernel pins memory without waiting for userfaultfd, here as the writer of
 /// `/proc/self/mem`.
 fn wires_are_lifted_where_memory_may_be_pinned(node: &Node, lifts: bool) {
-    let Some(faults) = parse(if lifts { "" } else { "no_device_watch" }) else { return };
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, beats) = attached(&guest, faults);
+    let Some(faults) = Faults::parse(if lifts { "" } else { "no_device_watch" }) else { return };
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, faults);
     let wires = status(&mut agent, false).wires;
     assert!(!wires.is_empty());
     let memory = File::options().write(true).open("/proc/self/mem").unwrap();
     let pin =
         || wires.iter().all(|w| memory.write_at(&[0], guest.word(w.0).as_ptr() as u64).is_ok());
     assert!(!pin(), "a page that is protected cannot be pinned");
-    let device = File::options().read(true).open(&node.path).unwrap();
+    let _device = File::options().read(true).open(&node.path).unwrap();
     let opened = Instant::now();
     let patience = Duration::from_millis(if lifts { 5000 } else { 300 });
     while !pin() && opened.elapsed() < patience {
@@ -117,25 +105,11 @@ fn wires_are_lifted_where_memory_may_be_pinned(node: &Node, lifts: bool) {
     assert_eq!(pin(), lifts);
     println!("lifted {lifts}: {:?} after it was opened", opened.elapsed());
     assert_eq!(recycle(&mut agent, Recycle::default()).is_err(), lifts);
-    drop(device);
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
-}
-
-#[cfg(feature = "faults")]
-fn parse(faults: &str) -> Option<Faults> {
-    Faults::parse(faults)
-}
-
-#[cfg(not(feature = "faults"))]
-fn parse(faults: &str) -> Option<Faults> {
-    faults.is_empty().then(Faults::default)
 }
 
 /// Shared memory is given to others over sockets.
 fn a_socket_waits_for_the_daemon() {
-    let guest = Guest::new(64, RamKind::Memfd);
-    let (mut agent, beats) = attached(&guest, Faults::default());
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Memfd, Faults::default());
     guest.fill_and_free(FIRST, 4096);
     let unclear = |agent: &mut _| status(agent, false).unclear;
     let refused = ask(&mut agent, Command::Recycle(Recycle::default())).unwrap_err();
@@ -143,34 +117,27 @@ fn a_socket_waits_for_the_daemon() {
     let generation = unclear(&mut agent).unwrap();
     ask(&mut agent, Command::Cleared { generation }).unwrap();
     assert_eq!(unclear(&mut agent), None);
-    let pair = UnixStream::pair().unwrap();
+    let _pair = UnixStream::pair().unwrap();
     assert!(ask(&mut agent, Command::Recycle(Recycle::default())).is_err());
     assert_eq!(unclear(&mut agent), Some(generation + 1));
     ask(&mut agent, Command::Cleared { generation }).unwrap();
     assert_eq!(unclear(&mut agent), Some(generation + 1), "a look from before");
     assert!((FIRST..FIRST + 4096).all(|p| guest.holds(p, !p)));
     // One call may run out of its budget, or of beats, on a busy machine.
-    let until = Instant::now() + Duration::from_secs(20);
-    while recycle(&mut agent, Recycle::default()).map_or(0, |done| done.bytes.0) == 0 {
-        assert!(Instant::now() < until, "nothing is recycled after the daemon has looked");
-    }
-    drop(pair);
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
+    let some = || recycle(&mut agent, Recycle::default()).is_ok_and(|done| done.bytes.0 > 0);
+    assert!(within(Duration::from_secs(20), some), "nothing is recycled after the look");
 }
 
 /// What writes to shared memory through a mapping of its own, which no userfaultfd sees. It
 /// got the memory over a socket; nobody has told the agent that this is harmless.
 fn a_backend_with_a_mapping_of_its_own(looks: bool) {
-    let Some(faults) = parse(if looks { "" } else { "no_devices+wide" }) else { return };
-    let guest = Guest::new(64, RamKind::Memfd);
-    let (mut agent, beats) = attached(&guest, faults);
+    let Some(faults) = Faults::parse(if looks { "" } else { "no_devices+wide" }) else { return };
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Memfd, faults);
     if let Some(generation) = status(&mut agent, false).unclear {
         ask(&mut agent, Command::Cleared { generation }).unwrap();
     }
-    let socket = UnixStream::pair().unwrap();
-    let theirs = Arc::clone(&guest);
-    let backend = std::thread::spawn(move || {
+    let _socket = UnixStream::pair().unwrap();
+    let backend = guest.beside(|theirs| {
         let len = (theirs.pages * 4096) as usize;
         let other = Mapping::shared(theirs.file.as_ref().unwrap().as_fd(), len).unwrap();
         let word = |page: u64| &other.words()[(page * 512) as usize];
@@ -192,13 +159,10 @@ fn a_backend_with_a_mapping_of_its_own(looks: bool) {
     while Instant::now() < until && guest.lost.load(SeqCst) == 0 {
         let _ = ask(&mut agent, Command::Recycle(Recycle::default()));
     }
-    guest.stop.store(true, SeqCst);
-    backend.join().unwrap();
-    beats.join().unwrap();
+    drop(backend);
     let recycled = status(&mut agent, false).counters.recycled.0;
     let lost = guest.lost.load(SeqCst) > 0;
     assert_eq!((lost, recycled > 0), (!looks, !looks), "{recycled}");
-    drop(socket);
 }
 
 fn the_look_itself() {

@@ -8,45 +8,25 @@ mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::*;
 use ebb_core::units::Bytes;
 use ebb_core::wire::firmware::Firmware;
-use ebb_core::wire::{AgentState, Answer, BLOCK_PAGES, Command, HugePages, Recycle, Refused};
+use ebb_core::wire::{AgentState, Answer, Attach, BLOCK_PAGES, Command};
+use ebb_core::wire::{HugePages, Recycle, Refused};
 use ebb_vmm::faults::Faults;
-
-fn seconds(default: u64) -> Duration {
-    let more = std::env::var("EBB_STRESS_SECONDS").ok().and_then(|v| v.parse().ok());
-    Duration::from_secs(more.unwrap_or(default))
-}
 
 /// Recycles against working threads; returns allocations, losses and pages
 /// recycled. Ends at the first loss.
 fn contest(memory: RamKind, faults: Faults, huge: HugePages, time: Duration) -> (u64, u64, u64) {
-    let guest = Guest::new(64, memory);
-    let (mut agent, beats) = attached(&guest, faults);
+    let (guest, mut agent, _beats) = Guest::attached(64, memory, faults);
     let threads: Vec<_> = (0..2).map(|t| guest.working(t, 2)).collect();
-    let until = Instant::now() + time;
-    for limited in [true, false].into_iter().cycle() {
-        if Instant::now() >= until || guest.lost.load(SeqCst) > 0 {
-            break;
-        }
-        let max_bytes = limited.then_some(Bytes::mib(32));
-        let want = Recycle { huge, split_min_pages: 8, max_bytes, ..Recycle::default() };
-        let _ = recycle(&mut agent, want);
-    }
-    guest.stop.store(true, SeqCst);
-    threads.into_iter().for_each(|t| t.join().unwrap());
-    let last = status(&mut agent, false);
-    beats.join().unwrap();
-    let (made, lost, counters) =
-        (guest.allocations.load(SeqCst), guest.lost.load(SeqCst), &last.counters);
-    println!(
-        "{memory:?} {faults:?}: {made} allocations, {lost} lost, {counters:?}\nwindows {}\nwaits {}",
-        last.windows, last.waits
-    );
-    (made, lost, counters.recycled.0 / 4096)
+    let all = Recycle { huge, split_min_pages: 8, ..Recycle::default() };
+    let limited = Recycle { max_bytes: Some(Bytes::mib(32)), ..all };
+    guest.recycle_for(&mut agent, time, &[limited, all]);
+    drop(threads);
+    guest.outcome(&mut agent, &format!("{memory:?} {faults:?}"))
 }
 
 #[test]
@@ -60,25 +40,6 @@ fn nothing_is_lost_at_full_speed() {
         assert_eq!(lost, 0, "{memory:?}");
         assert!(made > 10_000 && recycled > 1000, "{memory:?}: {made} {recycled}");
     }
-}
-
-/// How long writes wait where two loops want the CPUs as well. Printed: what else the
-/// machine does is in it too.
-#[test]
-#[ignore = "a measurement"]
-fn waits_beside_busy_loops() {
-    let quit = std::sync::atomic::AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let busy = || {
-            while !quit.load(SeqCst) {
-                std::hint::spin_loop()
-            }
-        };
-        let _loops = [scope.spawn(busy), scope.spawn(busy)];
-        let (_, lost, _) = contest(RamKind::Small, Faults::default(), HugePages::Keep, seconds(20));
-        quit.store(true, SeqCst);
-        assert_eq!(lost, 0);
-    });
 }
 
 #[cfg(feature = "faults")]
@@ -99,9 +60,8 @@ fn each_step_left_out_loses_pages() {
 
 /// A guest whose pages the VMM discards too (free page reporting): taken out (bit
 /// clear), discarded, put back, perhaps allocated at once and written to.
-fn reporting(guest: &Arc<Guest>) -> std::thread::JoinHandle<()> {
-    let guest = Arc::clone(guest);
-    std::thread::spawn(move || {
+fn reporting(guest: &Arc<Guest>) -> Beside {
+    guest.beside(|guest| {
         let mut rng = fastrand::Rng::with_seed(5);
         let mut holds = vec![0; 256];
         let mut serial = 0;
@@ -135,20 +95,11 @@ fn reporting(guest: &Arc<Guest>) -> std::thread::JoinHandle<()> {
 /// Recycles against [`reporting`]; what was allocated, lost, and recycled. Ends at
 /// the first loss.
 fn reported(faults: Faults, time: Duration) -> (u64, u64, u64) {
-    let guest = Guest::new(16, RamKind::Small);
-    let (mut agent, beats) = attached(&guest, faults);
+    let (guest, mut agent, _beats) = Guest::attached(16, RamKind::Small, faults);
     let thread = reporting(&guest);
-    let until = Instant::now() + time;
-    while Instant::now() < until && guest.lost.load(SeqCst) == 0 {
-        let _ = recycle(&mut agent, Recycle::default());
-    }
-    guest.stop.store(true, SeqCst);
-    thread.join().unwrap();
-    beats.join().unwrap();
-    let counters = status(&mut agent, false).counters;
-    let (made, lost) = (guest.allocations.load(SeqCst), guest.lost.load(SeqCst));
-    println!("reporting, {faults:?}: {made} allocations, {lost} lost, {counters:?}");
-    (made, lost, counters.recycled.0 / 4096)
+    guest.recycle_for(&mut agent, time, &[Recycle::default()]);
+    drop(thread);
+    guest.outcome(&mut agent, &format!("reporting, {faults:?}"))
 }
 
 #[test]
@@ -171,12 +122,10 @@ fn discards_of_the_vmm_with_turns_left_out_lose_pages() {
 /// A reset: firmware writes to page 0, then another kernel uses all memory and
 /// knows of no map. Returns how many of its pages were lost.
 fn reset(faults: Faults) -> usize {
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, beats) = attached(&guest, faults);
+    let (guest, mut agent, beats) = Guest::attached(64, RamKind::Small, faults);
     let pages = guest.pages;
     guest.fill_and_free(FIRST, pages - FIRST);
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
+    drop(beats);
     let theirs = Arc::clone(&guest);
     let kernel = std::thread::spawn(move || {
         theirs.write(0, 7);
@@ -214,12 +163,10 @@ fn the_tripwire_drops_the_map_at_a_reset() {
 /// A snapshot that is loaded over a map, of which the pages with the tripwires come last.
 /// Returns how many of its pages are lost.
 fn loaded(faults: Faults) -> usize {
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, beats) = attached(&guest, faults);
+    let (guest, mut agent, beats) = Guest::attached(64, RamKind::Small, faults);
     guest.fill_and_free(FIRST, 4096);
     // The vCPUs stand still from here, and nobody says so.
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
+    drop(beats);
     for _ in 0..6 {
         status(&mut agent, false);
         std::thread::sleep(Duration::from_millis(100));
@@ -238,22 +185,18 @@ fn a_map_that_does_not_beat_is_not_used() {
 
 #[test]
 fn what_the_firmware_has_below_one_mebibyte_is_never_given_back() {
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, beats) = attached(&guest, Faults::default());
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, Faults::default());
     guest.fill_and_free(0x20, 0xe0);
     recycle(&mut agent, Recycle::default()).unwrap();
     let held = |pages: std::ops::Range<u64>| pages.filter(|p| guest.holds(*p, !p)).count();
     assert_eq!((held(0x20..0x30), held(0x30..0x50)), (0, 0x20));
     assert_eq!((held(0x50..0xa0), held(0xa0..0x100)), (0, 0x60));
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 #[test]
 fn memory_is_guarded_only_while_there_is_a_map() {
     let guest = Guest::new(64, RamKind::Small);
-    let mut agent = ebb_vmm::agent::Agent::new(Faults::default());
-    ask(&mut agent, guest.attach()).unwrap();
+    let mut agent = agent_of(guest.attach(), Faults::default());
     // The header does not beat yet.
     assert!(!ready(&mut agent, Duration::from_millis(300)) && !guest.registered());
     let beats = guest.beating();
@@ -265,14 +208,11 @@ fn memory_is_guarded_only_while_there_is_a_map() {
     let seen = status(&mut agent, false);
     assert_eq!(seen.wires.iter().find(|w| w.1 > 0).map(|w| w.0), Some(0x6000), "{seen:?}");
     assert!(seen.why.unwrap_or_default().contains("page 0x6000"));
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
-    let until = Instant::now() + Duration::from_secs(40);
-    while guest.registered() {
-        assert!(Instant::now() < until);
+    drop(beats);
+    assert!(within(Duration::from_secs(40), || {
         status(&mut agent, false);
-        std::thread::sleep(Duration::from_millis(100));
-    }
+        !guest.registered()
+    }));
 }
 
 /// The pages that the agent gave back of a guest with UEFI, before its tripwire and after it, where
@@ -281,25 +221,19 @@ fn given_back_with_uefi(filled_with: u64, faults: Faults) -> Option<(usize, usiz
     let guest = Guest::new(64, RamKind::Small);
     guest.keeps(0x81_0000);
     guest.write(0x810, filled_with);
-    let beats = guest.beating();
-    let mut agent = ebb_vmm::agent::Agent::new(faults);
-    let Command::Attach(attach) = guest.attach() else { unreachable!() };
-    let attach = ebb_core::wire::Attach { firmware: Firmware::Edk2, ..attach };
-    ask(&mut agent, Command::Attach(attach)).unwrap();
+    let _beats = guest.beating();
+    let mut agent = agent_of(Attach { firmware: Firmware::Edk2, ..guest.attach() }, faults);
     let works = ready(&mut agent, Duration::from_secs(if filled_with == 0 { 1 } else { 10 }));
     let why = status(&mut agent, false).why.unwrap_or_default();
     assert!(works || why.contains("0x810000 is zero"), "{why}");
     let (before, after) = (FIRST..0x800, 0x820..0x1000);
     guest.fill_and_free(FIRST, before.end - FIRST);
     guest.fill_and_free(after.start, after.end - after.start);
-    let given = works.then(|| {
+    works.then(|| {
         recycle(&mut agent, Recycle::default()).unwrap();
         let gone = |pages: std::ops::Range<u64>| pages.filter(|p| !guest.holds(*p, !p)).count();
         (gone(before), gone(after))
-    });
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
-    given
+    })
 }
 
 /// QEMU loads a snapshot from address 0 on, and does not write a page that is zero in it and in RAM.
@@ -320,15 +254,12 @@ fn a_tripwire_of_uefi_is_no_page_of_zeros_and_nothing_before_it_is_given_back() 
 /// armed: the guest was reset while RAM was registered.
 fn writes_to_what_is_gone(faults: Faults) -> bool {
     let guest = Guest::new(64, RamKind::Small);
-    let mut agent = ebb_vmm::agent::Agent::new(faults);
-    ask(&mut agent, guest.attach()).unwrap();
-    let until = Instant::now() + Duration::from_secs(10);
-    while !guest.registered() {
-        assert!(Instant::now() < until);
+    let mut agent = agent_of(guest.attach(), faults);
+    assert!(within(Duration::from_secs(10), || {
         guest.beat();
         status(&mut agent, false);
-        std::thread::sleep(Duration::from_millis(3));
-    }
+        guest.registered()
+    }));
     assert!(!ready(&mut agent, Duration::from_millis(300)));
     let number = || guest.word(HEADER + 208).load(SeqCst);
     let written = number() != 0;
@@ -348,10 +279,8 @@ fn what_does_not_beat_once_the_tripwires_are_armed_is_not_written_to() {
 #[test]
 fn who_only_observes_touches_nothing() {
     let guest = Guest::new(64, RamKind::Small);
-    let beats = guest.beating();
-    let mut agent = ebb_vmm::agent::Agent::new(Faults::default());
-    let Command::Attach(attach) = guest.attach() else { unreachable!() };
-    ask(&mut agent, Command::Attach(ebb_core::wire::Attach { observe: true, ..attach })).unwrap();
+    let _beats = guest.beating();
+    let mut agent = agent_of(Attach { observe: true, ..guest.attach() }, Faults::default());
     assert!(ready(&mut agent, Duration::from_secs(10)));
     guest.fill_and_free(FIRST, 4096);
     let status = status(&mut agent, true);
@@ -360,8 +289,6 @@ fn who_only_observes_touches_nothing() {
     assert!((FIRST..FIRST + 4096).all(|p| guest.holds(p, !p)) && !guest.registered());
     assert_eq!(guest.word(HEADER + 208).load(SeqCst), 0, "no challenge");
     assert!(status.wires.is_empty());
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 /// A header whose module is gone: the picture of one.
@@ -369,8 +296,7 @@ fn picture(faults: Faults) -> bool {
     let guest = Guest::new(64, RamKind::Small);
     guest.beat();
     guest.fill_and_free(FIRST, 1024);
-    let mut agent = ebb_vmm::agent::Agent::new(faults);
-    ask(&mut agent, guest.attach()).unwrap();
+    let mut agent = agent_of(guest.attach(), faults);
     ready(&mut agent, Duration::from_secs(2));
     let refused = recycle(&mut agent, Recycle::default()).is_err();
     refused && (FIRST..FIRST + 1024).all(|p| guest.holds(p, !p))
@@ -386,8 +312,7 @@ fn a_picture_of_a_header_is_not_believed() {
 #[test]
 fn what_is_free_and_held_comes_back_and_nothing_else() {
     for memory in [RamKind::Small, RamKind::Huge, RamKind::Memfd] {
-        let guest = Guest::new(128, memory);
-        let (mut agent, _) = attached(&guest, Faults::default());
+        let (guest, mut agent, _beats) = Guest::attached(128, memory, Faults::default());
         // A block, half of one, single pages, and two that are not free.
         let pages = FIRST..FIRST + 1600;
         pages.clone().for_each(|p| guest.write(p, p));
@@ -414,7 +339,6 @@ fn what_is_free_and_held_comes_back_and_nothing_else() {
         for p in pages {
             assert!(guest.holds(p, if free(p) { 0 } else { p }), "{memory:?} {p}");
         }
-        guest.stop.store(true, SeqCst);
     }
 }
 
@@ -424,9 +348,8 @@ const BLOCK: u64 = BLOCK_PAGES as u64;
 /// A block that is whole in the first pass and is not any more in the second. Returns how many
 /// of its pages were discarded, each time that its first page was taken a little later.
 fn allocated_between(faults: Faults) -> Vec<u64> {
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, beats) = attached(&guest, faults);
-    let discarded = (0..8).map(|when| {
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, faults);
+    let discard = |when| {
         guest.fill_and_free(FIRST, BLOCK);
         let mut asked = 0;
         let mut interrupt = || {
@@ -441,11 +364,8 @@ fn allocated_between(faults: Faults) -> Vec<u64> {
         let answer = agent.execute(&command, None, &mut interrupt).unwrap();
         let Answer::Recycled(done) = answer else { unreachable!() };
         done.bytes.0 / 4096
-    });
-    let discarded = discarded.collect();
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
-    discarded
+    };
+    (0..8).map(discard).collect()
 }
 
 #[test]
@@ -462,8 +382,7 @@ fn no_page_is_discarded_twice_in_a_window() {
 
 #[test]
 fn small_limits_and_budgets_come_round() {
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, _) = attached(&guest, Faults::default());
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, Faults::default());
     guest.fill_and_free(FIRST, 512);
     guest.fill_and_free(FIRST + 1024, 300);
     let small = Recycle { max_bytes: Some(Bytes::kib(400)), ..Recycle::default() };
@@ -475,14 +394,12 @@ fn small_limits_and_budgets_come_round() {
     let of_a_ms = Recycle { budget_ms: 1, ..Recycle::default() };
     let mut rest = (0..100).map(|_| recycle(&mut agent, of_a_ms).unwrap().bytes);
     assert_eq!(rest.find(|bytes| *bytes > Bytes::ZERO), Some(Bytes::mib(2)));
-    guest.stop.store(true, SeqCst);
 }
 
 #[test]
 fn what_is_held_of_a_block_that_is_free_as_a_whole_goes_with_the_whole_blocks() {
     for memory in [RamKind::Small, RamKind::Memfd] {
-        let guest = Guest::new(64, memory);
-        let (mut agent, _) = attached(&guest, Faults::default());
+        let (guest, mut agent, _beats) = Guest::attached(64, memory, Faults::default());
         guest.fill_and_free(FIRST, 512);
         // The host holds 300 pages of this one in two runs, and all of it is free.
         guest.fill_and_free(FIRST + 1024, 100);
@@ -495,14 +412,12 @@ fn what_is_held_of_a_block_that_is_free_as_a_whole_goes_with_the_whole_blocks() 
         let done = recycle(&mut agent, whole).unwrap();
         assert_eq!((done.bytes, done.runs), (Bytes::pages(812), 3), "{memory:?}");
         assert_eq!(status(&mut agent, true).held, Some(Bytes::pages(300)), "{memory:?}");
-        guest.stop.store(true, SeqCst);
     }
 }
 
 #[test]
 fn only_what_was_marked_is_taken_when_asked_so() {
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, _) = attached(&guest, Faults::default());
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, Faults::default());
     guest.fill_and_free(FIRST, 100);
     assert_eq!(status(&mut agent, false).free, Some(Bytes::pages(100)));
     assert_eq!(ask(&mut agent, Command::Mark), Ok(Answer::Marked));
@@ -510,13 +425,11 @@ fn only_what_was_marked_is_taken_when_asked_so() {
     let want = Recycle { marked: true, ..Recycle::default() };
     assert_eq!(recycle(&mut agent, want).unwrap().bytes, Bytes::pages(100));
     assert_eq!(recycle(&mut agent, Recycle::default()).unwrap().bytes, Bytes::pages(100));
-    guest.stop.store(true, SeqCst);
 }
 
 #[test]
 fn what_was_in_use_between_two_marks_is_not_taken() {
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, _) = attached(&guest, Faults::default());
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, Faults::default());
     guest.fill_and_free(FIRST, 300);
     assert_eq!(ask(&mut agent, Command::Mark), Ok(Answer::Marked));
     let used = FIRST + 100..FIRST + 200;
@@ -528,13 +441,11 @@ fn what_was_in_use_between_two_marks_is_not_taken() {
     let want = Recycle { marked: true, ..Recycle::default() };
     assert_eq!(recycle(&mut agent, want).unwrap().bytes, Bytes::pages(200));
     assert_eq!(recycle(&mut agent, Recycle::default()).unwrap().bytes, Bytes::pages(100));
-    guest.stop.store(true, SeqCst);
 }
 
 #[test]
 fn after_standing_down_nothing_is_protected_or_known() {
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, _) = attached(&guest, Faults::default());
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, Faults::default());
     guest.fill_and_free(FIRST, 100);
     assert_eq!(ask(&mut agent, Command::StandDown), Ok(Answer::Done));
     guest.write(0, 9);
@@ -542,24 +453,20 @@ fn after_standing_down_nothing_is_protected_or_known() {
     assert_eq!(refusal.kind, Refused::NotReady);
     assert!((FIRST..FIRST + 100).all(|p| guest.holds(p, !p)));
     // It begins anew, and two agents do not share one VM's memory.
-    ask(&mut agent, guest.attach()).unwrap();
+    attach(&mut agent, guest.attach()).unwrap();
     assert!(ready(&mut agent, Duration::from_secs(5)));
-    let mut other = ebb_vmm::agent::Agent::default();
-    ask(&mut other, guest.attach()).unwrap();
+    let mut other = agent_of(guest.attach(), Faults::default());
     assert!(!ready(&mut other, Duration::from_secs(2)));
     let seen = status(&mut other, false);
     assert_eq!(seen.state, AgentState::Aside);
     assert!(seen.why.unwrap_or_default().contains("another userfaultfd"));
-    guest.stop.store(true, SeqCst);
 }
 
 #[test]
 fn a_silent_guest_is_doubted_a_paused_one_is_not() {
-    let guest = Guest::new(64, RamKind::Small);
-    let (mut agent, beats) = attached(&guest, Faults::default());
+    let (guest, mut agent, beats) = Guest::attached(64, RamKind::Small, Faults::default());
     guest.fill_and_free(FIRST, 100);
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
+    drop(beats);
     ask(&mut agent, Command::RunState { running: false }).unwrap();
     std::thread::sleep(Duration::from_millis(3500));
     assert_eq!(status(&mut agent, false).state, AgentState::Ready);
@@ -570,12 +477,10 @@ fn a_silent_guest_is_doubted_a_paused_one_is_not() {
     assert_eq!(status(&mut agent, false).state, AgentState::Silent);
     // It beats again: asked once more, and believed.
     guest.stop.store(false, SeqCst);
-    let beats = guest.beating();
+    let _beats = guest.beating();
     assert!(ready(&mut agent, Duration::from_secs(5)));
     assert_eq!(status(&mut agent, false).counters.challenges, 2);
     ask(&mut agent, Command::ResetSeen).unwrap();
     assert_eq!(status(&mut agent, false).state, AgentState::Checking);
     assert!(ready(&mut agent, Duration::from_secs(5)));
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::*;
 use ebb_core::page_hash::{Key, SECRET};
@@ -30,19 +30,14 @@ fn link(agent: &mut Agent) -> HashLink {
 
 /// Asks for pages of the guest, by number.
 fn told(link: &HashLink, guest: &Guest, spans: &[(u64, u64)]) -> std::io::Result<HashReply> {
-    told_of(link, guest, spans, false)
+    link.ask(&request(guest, spans, false))
 }
 
-/// The same, of whole pages or of their lines.
-fn told_of(
-    link: &HashLink,
-    guest: &Guest,
-    spans: &[(u64, u64)],
-    lines: bool,
-) -> std::io::Result<HashReply> {
+/// The question after whole pages, or after their lines.
+fn request(guest: &Guest, spans: &[(u64, u64)], lines: bool) -> HashRequest {
     let base = guest.memory.address();
     let at = |(first, pages): &(u64, u64)| Range { start: base + first * PAGE, len: pages * PAGE };
-    link.ask(&HashRequest { secret: KEY, lines, ranges: spans.iter().map(at).collect() })
+    HashRequest { secret: KEY, lines, ranges: spans.iter().map(at).collect() }
 }
 
 /// By the number of the page in the guest.
@@ -73,8 +68,7 @@ fn mapped(guest: &Guest) -> usize {
 #[test]
 fn pages_in_memory_are_hashed_others_are_not_and_stay_where_they_are() {
     for memory in [RamKind::Small, RamKind::Huge] {
-        let guest = Guest::new(32, memory);
-        let (mut agent, beats) = attached(&guest, Faults::default());
+        let (guest, mut agent, _beats) = Guest::attached(32, memory, Faults::default());
         let link = link(&mut agent);
         (2048..3000).for_each(|p| guest.write(p, p));
         (2560..2570).for_each(|p| guest.write(p, 7));
@@ -84,7 +78,7 @@ fn pages_in_memory_are_hashed_others_are_not_and_stay_where_they_are() {
         agent.step();
         let (before, entries) = (present(&guest), mapped(&guest));
         let all = told(&link, &guest, &[(512, 8192 - 512)]).unwrap();
-        let lines = told_of(&link, &guest, &[(512, 8192 - 512)], true).unwrap();
+        let lines = link.ask(&request(&guest, &[(512, 8192 - 512)], true)).unwrap();
         assert_eq!((lines.held, lines.free), (all.held, all.free), "{memory:?}");
         let lines = pages(lines, &guest);
         let held = before.iter().filter(|p| **p >= 512).count() as u64;
@@ -107,24 +101,18 @@ fn pages_in_memory_are_hashed_others_are_not_and_stay_where_they_are() {
         // Only the pages that were asked for.
         let some = told(&link, &guest, &[(2048, 3), (2560, 1)]).unwrap();
         assert_eq!(pages(some, &guest).into_keys().collect::<Vec<_>>(), [2048, 2049, 2050, 2560]);
-        guest.stop.store(true, SeqCst);
-        beats.join().unwrap();
     }
 }
 
 #[test]
 fn what_is_no_anonymous_ram_is_refused_and_no_hole_is_filled() {
-    let guest = Guest::new(32, RamKind::Memfd);
-    let (mut agent, beats) = attached(&guest, Faults::default());
+    let (guest, mut agent, _beats) = Guest::attached(32, RamKind::Memfd, Faults::default());
     let link = link(&mut agent);
     let before = guest.resident();
     assert!(told(&link, &guest, &[(0, 4096)]).is_err());
     assert_eq!(guest.resident(), before);
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 
-    let guest = Guest::new(32, RamKind::Small);
-    let (mut agent, beats) = attached(&guest, Faults::default());
+    let (guest, mut agent, _beats) = Guest::attached(32, RamKind::Small, Faults::default());
     for spans in [[(8000, 400)], [(1 << 20, 1)]] {
         let link = self::link(&mut agent);
         assert!(told(&link, &guest, &spans).is_err());
@@ -139,46 +127,31 @@ fn what_is_no_anonymous_ram_is_refused_and_no_hole_is_filled() {
     let last = self::link(&mut agent);
     agent.detach();
     assert!(told(&last, &guest, &[(0, 512)]).is_err(), "it goes with the daemon");
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 /// While pages are hashed without a pause nothing is lost, and recycling goes on.
 #[test]
 fn hashing_beside_recycling_loses_nothing() {
     for memory in [RamKind::Small, RamKind::Huge] {
-        let guest = Guest::new(64, memory);
-        let (mut agent, beats) = attached(&guest, Faults::default());
-        let link = link(&mut agent);
+        let (guest, mut agent, _beats) = Guest::attached(64, memory, Faults::default());
+        let (link, theirs) = (link(&mut agent), Arc::clone(&guest));
         let threads: Vec<_> = (0..2).map(|t| guest.working(t, 2)).collect();
-        let scans = {
-            let guest = Arc::clone(&guest);
-            std::thread::spawn(move || {
-                let mut scans = 0u64;
-                while !guest.stop.load(SeqCst) {
-                    // A piece of memory: the thread runs when nobody else wants to.
-                    told(&link, &guest, &[(scans * 64 % guest.pages, 64)]).unwrap();
-                    scans += 1;
-                }
-                scans
-            })
-        };
-        let until = Instant::now() + Duration::from_secs(4);
-        while Instant::now() < until && guest.lost.load(SeqCst) == 0 {
-            let huge = HugePages::Split;
-            let _ = recycle(&mut agent, Recycle { huge, split_min_pages: 8, ..Recycle::default() });
-        }
-        guest.stop.store(true, SeqCst);
-        threads.into_iter().for_each(|t| t.join().unwrap());
+        let scans = std::thread::spawn(move || {
+            let mut scans = 0;
+            while !theirs.stop.load(SeqCst) {
+                // A piece of memory: the thread runs when nobody else wants to.
+                told(&link, &theirs, &[(scans * 64 % theirs.pages, 64)]).unwrap();
+                scans += 1;
+            }
+            scans
+        });
+        let want = Recycle { huge: HugePages::Split, split_min_pages: 8, ..Recycle::default() };
+        guest.recycle_for(&mut agent, Duration::from_secs(4), &[want]);
+        drop(threads);
         let scans = scans.join().unwrap();
-        let counters = status(&mut agent, false).counters;
-        beats.join().unwrap();
-        let (made, lost) = (guest.allocations.load(SeqCst), guest.lost.load(SeqCst));
-        println!(
-            "{memory:?}: {made} allocations, {lost} lost, {scans} pieces hashed, {counters:?}"
-        );
+        let (_, lost, recycled) = guest.outcome(&mut agent, &format!("{memory:?}, {scans} hashed"));
         assert_eq!(lost, 0, "{memory:?}");
-        assert!(scans > 10 && counters.recycled.0 > 1 << 22, "{memory:?}: {scans} {counters:?}");
+        assert!(scans > 10 && recycled > 1 << 10, "{memory:?}: {scans} {recycled}");
     }
 }
 
@@ -186,15 +159,13 @@ fn hashing_beside_recycling_loses_nothing() {
 #[cfg(feature = "faults")]
 #[test]
 fn without_asking_what_is_there_pages_are_brought_in() {
-    let guest = Guest::new(32, RamKind::Small);
-    let (mut agent, beats) = attached(&guest, Faults::parse("any_page").unwrap());
+    let any = Faults::parse("any_page").unwrap();
+    let (guest, mut agent, _beats) = Guest::attached(32, RamKind::Small, any);
     let link = link(&mut agent);
     let entries = mapped(&guest);
     for (at, lines, before) in [(4096, false, 0), (6144, true, 512)] {
-        let all = told_of(&link, &guest, &[(at, 512)], lines).unwrap();
+        let all = link.ask(&request(&guest, &[(at, 512)], lines)).unwrap();
         assert_eq!(all.pages.len(), 512);
         assert_eq!(mapped(&guest), entries + before + 512, "{lines}");
     }
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }

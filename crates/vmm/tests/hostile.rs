@@ -4,13 +4,11 @@
 
 mod common;
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use common::*;
 use ebb_core::wire::abi::PAGE;
-use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{Attach, Command, HugePages, Recycle, Segment};
 use ebb_vmm::agent::Agent;
 use ebb_vmm::faults::Faults;
@@ -20,15 +18,10 @@ use proptest::prelude::*;
 /// RAM is all but the last `BEYOND` bytes, which are somebody else's.
 const BEYOND: u64 = 2 << 20;
 
-fn attach_part(guest: &Guest) -> Command {
-    let size = guest.pages * PAGE - BEYOND;
-    let segment = Segment { gpa: 0, size, hva: guest.memory.address() };
-    Command::Attach(Attach {
-        segments: vec![segment],
-        running: true,
-        firmware: Firmware::Seabios,
-        ..Attach::default()
-    })
+fn attach_part(guest: &Guest) -> Attach {
+    let mut attach = guest.attach();
+    attach.segments[0].size -= BEYOND;
+    attach
 }
 
 fn beyond(guest: &Guest) -> std::ops::Range<u64> {
@@ -44,12 +37,10 @@ fn a_map_that_flips_at_full_speed_costs_only_its_own_pages() {
                 guest.write(p, !p);
             }
         });
-        let beats = guest.beating();
-        let mut agent = Agent::new(Faults::default());
-        ask(&mut agent, attach_part(&guest)).unwrap();
+        let _beats = guest.beating();
+        let mut agent = agent_of(attach_part(&guest), Faults::default());
         assert!(ready(&mut agent, Duration::from_secs(10)));
-        let theirs = Arc::clone(&guest);
-        let liar = std::thread::spawn(move || {
+        let liar = guest.beside(|theirs| {
             let mut rng = fastrand::Rng::with_seed(7);
             while !theirs.stop.load(SeqCst) {
                 // The whole map, also the bits of pages that are no RAM.
@@ -74,9 +65,7 @@ fn a_map_that_flips_at_full_speed_costs_only_its_own_pages() {
             longest = longest.max(cpu_ns() - begun);
             assert!(at.elapsed() < Duration::from_secs(60), "a call does not end");
         }
-        guest.stop.store(true, SeqCst);
-        liar.join().unwrap();
-        beats.join().unwrap();
+        drop(liar);
         println!("{memory:?}: longest call {longest} ns, {:?}", status(&mut agent, true));
         assert!(longest < 1_000_000_000, "{longest} ns");
         assert!(beyond(&guest).all(|p| guest.holds(p, !p)), "{memory:?}");
@@ -98,8 +87,7 @@ proptest! {
         let guest = Guest::new(16 + 4, RamKind::Small);
         beyond(&guest).for_each(|p| guest.write(p, !p));
         guest.fill_and_free(FIRST, 1000);
-        let mut agent = Agent::new(Faults::default());
-        ask(&mut agent, attach_part(&guest)).unwrap();
+        let mut agent = agent_of(attach_part(&guest), Faults::default());
         let spoil = || {
             for (at, value) in &words {
                 guest.word(HEADER + at * 8).store(*value, SeqCst);
@@ -137,9 +125,8 @@ proptest! {
             size: (size % (64 << 20)) & !4095,
             hva: place(*hva),
         });
-        let attach = Attach { segments: segments.collect(), running: true, firmware: Firmware::Seabios, ..Attach::default() };
-        let mut agent = Agent::new(Faults::default());
-        let _ = ask(&mut agent, Command::Attach(attach));
+        let mut agent = Agent::default();
+        let _ = attach(&mut agent, Attach { segments: segments.collect(), ..guest.attach() });
         status(&mut agent, true);
     }
 }

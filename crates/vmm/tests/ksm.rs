@@ -3,8 +3,8 @@
 
 mod common;
 
-use std::sync::atomic::Ordering::SeqCst;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use common::*;
 use ebb_core::range::Range;
@@ -35,27 +35,38 @@ fn open_among(guest: &Guest, first: u64, pages: u64) -> bool {
     })
 }
 
+/// A guest all of whose RAM is open to KSM, as QEMU opens it.
+fn mergeable(mib: u64, memory: RamKind) -> Option<Arc<Guest>> {
+    let guest = Guest::new(mib, memory);
+    match guest.mergeable() {
+        Ok(()) => Some(guest),
+        Err(e) => {
+            eprintln!("skipped: this kernel has no KSM: {e}");
+            None
+        }
+    }
+}
+
+/// The same with its beats, and an agent that may use its map and leaves this out.
+fn merging(mib: u64, memory: RamKind, left_out: &str) -> Option<(Arc<Guest>, Agent, Beside)> {
+    let guest = mergeable(mib, memory)?;
+    let (agent, beats) = attached(&guest, Faults::parse(left_out).unwrap());
+    Some((guest, agent, beats))
+}
+
 #[test]
 fn an_agent_takes_ram_out_of_ksm_before_it_protects_and_keeps_it_out() {
     for memory in [RamKind::Small, RamKind::Huge] {
-        let guest = Guest::new(32, memory);
-        if guest.mergeable().is_err() {
-            eprintln!("skipped: this kernel has no KSM");
-            return;
-        }
+        let Some(guest) = mergeable(32, memory) else { return };
         assert!(open(&guest), "as QEMU opens it");
-        let (mut agent, beats) = attached(&guest, Faults::default());
+        let (mut agent, _beats) = attached(&guest, Faults::default());
         assert!(!open(&guest));
         guest.mergeable().unwrap();
         assert!(open(&guest), "somebody opened it again");
-        let until = Instant::now() + Duration::from_secs(20);
-        while open(&guest) && Instant::now() < until {
+        assert!(within(Duration::from_secs(20), || {
             agent.step();
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        assert!(!open(&guest));
-        guest.stop.store(true, SeqCst);
-        beats.join().unwrap();
+            !open(&guest)
+        }));
     }
 }
 
@@ -63,15 +74,10 @@ fn an_agent_takes_ram_out_of_ksm_before_it_protects_and_keeps_it_out() {
 /// module. One that does says what is to be open, and takes what it sees open for its own.
 #[test]
 fn without_a_map_ram_stays_open_unless_the_daemon_merges() {
-    let guest = Guest::new(32, RamKind::Small);
-    if guest.mergeable().is_err() {
-        eprintln!("skipped: this kernel has no KSM");
-        return;
-    }
-    let Command::Attach(attach) = guest.attach() else { panic!() };
-    let mut agent = Agent::new(Faults::default());
+    let Some(guest) = mergeable(32, RamKind::Small) else { return };
+    let mut agent = Agent::default();
     for keep_open in [false, true] {
-        ask(&mut agent, Command::Attach(Attach { keep_open, ..attach.clone() })).unwrap();
+        attach(&mut agent, Attach { keep_open, ..guest.attach() }).unwrap();
         agent.step();
         assert_eq!(open(&guest), !keep_open);
     }
@@ -81,18 +87,14 @@ fn without_a_map_ram_stays_open_unless_the_daemon_merges() {
 /// address and does not know of the hole.
 #[test]
 fn a_range_may_cross_the_hole_below_4_gib() {
-    let guest = Guest::new(32, RamKind::Small);
-    if guest.mergeable().is_err() {
-        return eprintln!("skipped: this kernel has no KSM");
-    }
-    let Command::Attach(mut attach) = guest.attach() else { panic!() };
+    let Some(guest) = mergeable(32, RamKind::Small) else { return };
     let [half, hva] = [guest.pages * PAGE / 2, guest.memory.address()];
-    attach.segments = vec![
+    let segments = vec![
         Segment { gpa: 0, size: half, hva },
         Segment { gpa: 4 << 30, size: half, hva: hva + half },
     ];
-    let mut agent = Agent::new(Faults::default());
-    ask(&mut agent, Command::Attach(Attach { keep_open: true, ..attach })).unwrap();
+    let attach = Attach { segments, keep_open: true, ..guest.attach() };
+    let mut agent = agent_of(attach, Faults::default());
     let middle = guest.pages / 2;
     assert_eq!(advise(&mut agent, &guest, &[(middle - 64, 128)]).unwrap(), 128 * PAGE);
     assert!(open_among(&guest, middle - 64, 64) && open_among(&guest, middle, 64));
@@ -102,11 +104,8 @@ fn a_range_may_cross_the_hole_below_4_gib() {
 
 #[test]
 fn shared_ram_is_no_matter_of_ksm() {
-    let guest = Guest::new(32, RamKind::Memfd);
-    let (_agent, beats) = attached(&guest, Faults::default());
+    let (guest, _agent, _beats) = Guest::attached(32, RamKind::Memfd, Faults::default());
     assert!(!open(&guest));
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 /// Opens these pages of a guest to KSM and no others.
@@ -132,8 +131,7 @@ fn left(agent: &mut Agent, guest: &Guest, first: u64, pages: u64) -> u64 {
 
 /// The pages that can be recycled, and those that are open, as the agent says.
 fn held_and_open(agent: &mut Agent) -> (u64, u64) {
-    let answer = ask(agent, Command::Status { held: true, room: None }).unwrap();
-    let Answer::Status(status) = answer else { panic!("{answer:?}") };
+    let status = status(agent, true);
     (status.held.unwrap().0 >> 12, status.open.unwrap().0 >> 12)
 }
 
@@ -142,11 +140,7 @@ fn held_and_open(agent: &mut Agent) -> (u64, u64) {
 #[test]
 fn a_long_free_run_that_is_open_goes_part_by_part() {
     for memory in [RamKind::Small, RamKind::Huge] {
-        let guest = Guest::new(64, memory);
-        if guest.mergeable().is_err() {
-            return eprintln!("skipped: this kernel has no KSM");
-        }
-        let (mut agent, beats) = attached(&guest, Faults::default());
+        let Some((guest, mut agent, _beats)) = merging(64, memory, "") else { return };
         // 46 MiB.
         let (first, pages) = (4096, 11_776);
         advise(&mut agent, &guest, &[(first, pages)]).unwrap();
@@ -157,19 +151,13 @@ fn a_long_free_run_that_is_open_goes_part_by_part() {
         assert_eq!(left(&mut agent, &guest, first, pages), pages - 512 - 8192);
         assert_eq!(left(&mut agent, &guest, first, pages), 0);
         assert!(!open(&guest));
-        guest.stop.store(true, SeqCst);
-        beats.join().unwrap();
     }
 }
 
 /// Where little memory is left, to close a range that is merged has the kernel kill a process.
 #[test]
 fn no_more_is_closed_than_there_is_room_for() {
-    let guest = Guest::new(32, RamKind::Small);
-    if guest.mergeable().is_err() {
-        return eprintln!("skipped: this kernel has no KSM");
-    }
-    let (mut agent, beats) = attached(&guest, Faults::default());
+    let Some((guest, mut agent, _beats)) = merging(32, RamKind::Small, "") else { return };
     advise(&mut agent, &guest, &[(4096, 2048)]).unwrap();
     guest.fill_and_free(4096, 2048);
     let closing = |mib| Recycle { most_closed: Some(Bytes::mib(mib)), ..Recycle::default() };
@@ -179,26 +167,17 @@ fn no_more_is_closed_than_there_is_room_for() {
     };
     assert_eq!(with(2), (1536, 1536));
     assert_eq!(with(0), (0, 1536), "it is not promised");
-    let until = Instant::now() + Duration::from_secs(20);
-    while held_and_open(&mut agent).0 == 0 && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    within(Duration::from_secs(20), || held_and_open(&mut agent).0 > 0);
     assert_eq!(held_and_open(&mut agent), (1536, 1536), "nobody has asked meanwhile");
     recycle(&mut agent, closing(8)).unwrap();
     assert_eq!(held_and_open(&mut agent), (0, 0));
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 /// What a guest frees in ranges that are open is closed, 64 KiB and more at a time, and recycled.
 /// What it has in use there stays open.
 #[test]
 fn what_is_free_in_open_ranges_is_closed_and_then_recycled() {
-    let guest = Guest::new(32, RamKind::Small);
-    if guest.mergeable().is_err() {
-        return eprintln!("skipped: this kernel has no KSM");
-    }
-    let (mut agent, beats) = attached(&guest, Faults::default());
+    let Some((guest, mut agent, _beats)) = merging(32, RamKind::Small, "") else { return };
     // In use, free, in use, and fifteen free pages.
     assert_eq!(advise(&mut agent, &guest, &[(4096, 4096)]).unwrap(), 4096 << 12);
     guest.fill_and_free(4600, 2000);
@@ -209,36 +188,23 @@ fn what_is_free_in_open_ranges_is_closed_and_then_recycled() {
     assert_eq!(held_and_open(&mut agent), (0, 2096));
     assert!(!open_among(&guest, 4600, 2000));
     assert!(open_among(&guest, 4096, 504) && open_among(&guest, 6600, 1592));
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 /// Left out, pages are discarded that are open: this is what the test above would see.
 #[cfg(feature = "faults")]
 #[test]
 fn without_closing_what_is_recycled_is_open() {
-    let guest = Guest::new(32, RamKind::Small);
-    if guest.mergeable().is_err() {
-        return;
-    }
-    let (mut agent, beats) = attached(&guest, Faults::parse("no_close").unwrap());
+    let Some((guest, mut agent, _beats)) = merging(32, RamKind::Small, "no_close") else { return };
     advise(&mut agent, &guest, &[(4096, 4096)]).unwrap();
     guest.fill_and_free(4600, 2000);
     assert_eq!(left(&mut agent, &guest, 4600, 2000), 0);
     assert!(open_among(&guest, 4600, 2000));
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 #[test]
 fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
     for memory in [RamKind::Small, RamKind::Huge] {
-        let guest = Guest::new(32, memory);
-        if guest.mergeable().is_err() {
-            eprintln!("skipped: this kernel has no KSM");
-            return;
-        }
-        let (mut agent, beats) = attached(&guest, Faults::default());
+        let Some((guest, mut agent, _beats)) = merging(32, memory, "") else { return };
         guest.fill_and_free(1024, 4096);
         // Two spans, both too short to be closed for what is free.
         assert_eq!(advise(&mut agent, &guest, &[(1100, 8), (1536, 15)]).unwrap(), 23 << 12);
@@ -273,8 +239,6 @@ fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
         );
         assert_eq!(advise_one(&mut agent, within(1500, 3008, vec![])), Ok((4 + 4) << 12));
         assert_eq!(advise(&mut agent, &guest, &[]), Ok(0));
-        guest.stop.store(true, SeqCst);
-        beats.join().unwrap();
     }
 }
 
@@ -282,11 +246,7 @@ fn what_is_open_to_ksm_is_not_recycled_and_the_other_way_round() {
 /// always before anything of it is recycled, and guest page 0 each second.
 #[test]
 fn beside_many_open_ranges_nothing_is_recycled_that_somebody_opened() {
-    let guest = Guest::new(32, RamKind::Small);
-    if guest.mergeable().is_err() {
-        return eprintln!("skipped: this kernel has no KSM");
-    }
-    let (mut agent, beats) = attached(&guest, Faults::default());
+    let Some((guest, mut agent, _beats)) = merging(32, RamKind::Small, "") else { return };
     guest.fill_and_free(4096, 2048);
     let spans: Vec<(u64, u64)> = (0..200).map(|n| (1024 + 8 * n, 4)).collect();
     // All but those where UEFI's first pages are.
@@ -299,55 +259,38 @@ fn beside_many_open_ranges_nothing_is_recycled_that_somebody_opened() {
     assert_eq!(left(&mut agent, &guest, 4096, 2048), 0);
     assert!(!open_among(&guest, 4096, 2048));
     assert!(open_among(&guest, 1024, 1600) && open_among(&guest, 1024, 1));
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 #[test]
 fn what_is_open_outlives_the_daemon_that_opened_it_unless_the_next_one_does_not_merge() {
-    let guest = Guest::new(32, RamKind::Small);
-    if guest.mergeable().is_err() {
-        eprintln!("skipped: this kernel has no KSM");
-        return;
-    }
-    let (mut agent, beats) = attached(&guest, Faults::default());
-    let attach = |agent: &mut Agent, keep_open| {
+    let Some((guest, mut agent, _beats)) = merging(32, RamKind::Small, "") else { return };
+    let again = |agent: &mut Agent, keep_open| {
         agent.detach();
-        let Command::Attach(attach) = guest.attach() else { panic!() };
-        ask(agent, Command::Attach(Attach { keep_open, ..attach })).unwrap();
+        attach(agent, Attach { keep_open, ..guest.attach() }).unwrap();
     };
     guest.fill_and_free(1024, 4096);
     advise(&mut agent, &guest, &[(1100, 8), (1536, 15)]).unwrap();
     agent.detach();
     assert!(open(&guest), "merged stays merged");
     // An attachment that fails forgets nothing of it.
-    let Command::Attach(mut wrong) = guest.attach() else { panic!() };
-    wrong.segments.clear();
-    assert!(ask(&mut agent, Command::Attach(Attach { keep_open: true, ..wrong })).is_err());
-    attach(&mut agent, true);
+    let wrong = Attach { segments: Vec::new(), keep_open: true, ..guest.attach() };
+    assert!(attach(&mut agent, wrong).is_err());
+    again(&mut agent, true);
     assert!(open(&guest));
     // It is known what is: the rest is recycled, this is not, and it can be closed.
     assert!(ready(&mut agent, Duration::from_secs(10)));
     assert_eq!(left(&mut agent, &guest, 1024, 4096), 23);
     assert_eq!(advise(&mut agent, &guest, &[(1536, 15)]).unwrap(), 15 << 12);
-    attach(&mut agent, false);
+    again(&mut agent, false);
     assert!(!open(&guest));
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 /// Left out, a page is open to both: this is what the test above would see.
 #[cfg(feature = "faults")]
 #[test]
 fn without_keeping_them_apart_what_is_open_is_recycled() {
-    let guest = Guest::new(32, RamKind::Small);
-    if guest.mergeable().is_err() {
-        return;
-    }
-    let (mut agent, beats) = attached(&guest, Faults::parse("no_apart").unwrap());
+    let Some((guest, mut agent, _beats)) = merging(32, RamKind::Small, "no_apart") else { return };
     guest.fill_and_free(1024, 2048);
     advise(&mut agent, &guest, &[(1536, 512)]).unwrap();
     assert_eq!(left(&mut agent, &guest, 1024, 2048), 0);
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }

@@ -201,12 +201,11 @@ fn contest(memory: RamKind, faults: Faults, time: Duration) -> (u64, u64, u64, u
     put(&guest, CODE, code());
     PAGES.for_each(|p| guest.set(p, true));
     let (_kvm, vm) = vm(&guest).unwrap();
-    let (mut agent, beats) = attached(&guest, faults);
+    let (mut agent, _beats) = attached(&guest, faults);
     let end = started(&vm);
     let until = Instant::now() + time;
+    let want = Recycle { huge: HugePages::Split, split_min_pages: 1, ..Recycle::default() };
     while Instant::now() < until && count(&guest, 12) == 0 {
-        let huge = HugePages::Split;
-        let want = Recycle { huge, split_min_pages: 1, ..Recycle::default() };
         recycle(&mut agent, want).unwrap();
     }
     (0..CPUS).for_each(|cpu| guest.word(COUNTS + cpu * PAGE).store(1, SeqCst));
@@ -214,8 +213,6 @@ fn contest(memory: RamKind, faults: Faults, time: Duration) -> (u64, u64, u64, u
         // Whoever waits here for long waits for a window that nobody closes.
         end.recv_timeout(Duration::from_secs(30)).expect("a vCPU that goes on").unwrap();
     }
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
     let counters = status(&mut agent, false).counters;
     let (checks, lost) = (count(&guest, 8), count(&guest, 12));
     println!(
@@ -223,11 +220,6 @@ fn contest(memory: RamKind, faults: Faults, time: Duration) -> (u64, u64, u64, u
         count(&guest, 16)
     );
     (checks, lost, counters.recycled.0 / PAGE, counters.saved_pages)
-}
-
-fn seconds(default: u64) -> Duration {
-    let more = std::env::var("EBB_STRESS_SECONDS").ok().and_then(|v| v.parse().ok());
-    Duration::from_secs(more.unwrap_or(default))
 }
 
 #[test]

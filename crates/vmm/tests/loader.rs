@@ -10,9 +10,8 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use ebb_core::wire::firmware::Firmware;
-use ebb_core::wire::{
-    Answer, Attach, Command, Hello, OTHERS_DISCARD, Reply, ReplyResult, Request, Segment,
-};
+use ebb_core::wire::{Answer, Attach, Command, OTHERS_DISCARD};
+use ebb_core::wire::{Reply, ReplyResult, Request, Segment};
 use standin::{Place, Standin};
 
 fn ask(socket: &Path, command: Command) -> ReplyResult {
@@ -23,24 +22,16 @@ fn ask(socket: &Path, command: Command) -> ReplyResult {
     Reply::parse(line.trim_end().as_bytes()).unwrap().result
 }
 
-fn hello(socket: &Path) -> Hello {
-    match ask(socket, Command::Hello) {
-        ReplyResult::Ok(Answer::Hello(hello)) => hello,
-        other => panic!("{other:?}"),
-    }
-}
-
 /// Tries a loader; what became of it, and the version it saw.
 fn load(place: &Place, exports: &[&str], min: i32, current: i32) -> (String, u64) {
-    let program = place.compile(exports);
-    let socket = place.path("agent");
-    let mut standin = Standin::start(place.command(&program, &socket, min, current));
+    let mut standin = Standin::start(place.command(&place.compile(exports), min, current));
     let said = standin.says();
     if said.0 == "loaded" {
-        assert_eq!(hello(&socket).pid, standin.child.id());
+        match ask(&place.socket(), Command::Hello) {
+            ReplyResult::Ok(Answer::Hello(hello)) => assert_eq!(hello.pid, standin.child.id()),
+            other => panic!("{other:?}"),
+        }
     }
-    drop(standin);
-    let _ = std::fs::remove_file(&socket);
     said
 }
 
@@ -69,8 +60,7 @@ fn every_release_known_loads_it() {
 /// What an agent says to a VM whose VMM discards pages too, by what its RAM is.
 fn beside_discards(place: &Place, program: &Path, preload: bool, shared: bool) -> ReplyResult {
     const SIZE: u64 = 32 << 20;
-    let socket = place.path("agent");
-    let mut command = place.command(program, &socket, 0, 1);
+    let mut command = place.command(program, 0, 1);
     command.arg(SIZE.to_string());
     if preload {
         command.env("LD_PRELOAD", place.path("libebb_vmm.so"));
@@ -82,17 +72,9 @@ fn beside_discards(place: &Place, program: &Path, preload: bool, shared: bool) -
     assert_eq!(standin.says().0, "loaded");
     let segments = vec![Segment { gpa: 0, size: SIZE, hva: standin.says().1 }];
     let objections = vec![OTHERS_DISCARD.to_string()];
-    let attach = Attach {
-        segments,
-        objections,
-        running: true,
-        firmware: Firmware::Seabios,
-        ..Attach::default()
-    };
-    let result = ask(&socket, Command::Attach(attach));
-    drop(standin);
-    let _ = std::fs::remove_file(&socket);
-    result
+    let firmware = Firmware::Seabios;
+    let attach = Attach { segments, objections, running: true, firmware, ..Attach::default() };
+    ask(&place.socket(), Command::Attach(attach))
 }
 
 #[test]

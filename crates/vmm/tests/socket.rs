@@ -11,11 +11,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use common::*;
-use ebb_core::wire::{AgentState, Answer, Command, PROTOCOL, Recycle, Reply, ReplyResult, Request};
+use ebb_core::wire::{AgentState, Answer, Attach, Command, PROTOCOL};
+use ebb_core::wire::{Recycle, Recycled, Reply, ReplyResult, Request};
 use ebb_vmm::faults::Faults;
 use ebb_vmm::server::{Peers, Server};
 
@@ -63,20 +63,25 @@ impl Daemon {
         }
     }
 
+    fn attach(&mut self, guest: &Guest) {
+        self.ask(Command::Attach(guest.attach()));
+        self.until(AgentState::Ready);
+    }
+
     fn until(&mut self, state: AgentState) {
-        let until = Instant::now() + Duration::from_secs(10);
-        while self.state() != state {
-            assert!(
-                Instant::now() < until,
-                "{:?}",
-                self.ask(Command::Status { held: true, room: None })
-            );
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        let is = within(Duration::from_secs(10), || self.state() == state);
+        assert!(is, "{:?}", self.ask(Command::Status { held: true, room: None }));
     }
 }
 
-fn served(name: &str) -> (Server, PathBuf, Arc<Guest>, std::thread::JoinHandle<()>) {
+fn recycled(result: ReplyResult) -> Recycled {
+    match result {
+        ReplyResult::Ok(Answer::Recycled(done)) => done,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn served(name: &str) -> (Server, PathBuf, Arc<Guest>, Beside) {
     let path = path(name);
     let server = Server::start(&path, Peers::Root, Faults::default()).unwrap();
     let guest = Guest::new(64, RamKind::Small);
@@ -86,7 +91,7 @@ fn served(name: &str) -> (Server, PathBuf, Arc<Guest>, std::thread::JoinHandle<(
 
 #[test]
 fn a_daemon_is_served_and_only_one() {
-    let (_server, path, guest, beats) = served("one");
+    let (_server, path, guest, _beats) = served("one");
     let mode = std::fs::metadata(&path).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     let mut daemon = Daemon::connect(&path);
@@ -96,13 +101,9 @@ fn a_daemon_is_served_and_only_one() {
     let mut second = Daemon::connect(&path);
     assert!(matches!(second.hear().unwrap().result, ReplyResult::Error(_)));
     assert!(second.hear().is_none());
-    daemon.ask(guest.attach());
-    daemon.until(AgentState::Ready);
+    daemon.attach(&guest);
     guest.fill_and_free(FIRST, 1000);
-    let ReplyResult::Ok(Answer::Recycled(done)) = daemon.ask(Command::Recycle(Recycle::default()))
-    else {
-        panic!()
-    };
+    let done = recycled(daemon.ask(Command::Recycle(Recycle::default())));
     assert_eq!(done.bytes.0, 1000 * 4096);
     // It goes; page 0 can be written to at once, and the next one finds it idle.
     drop(daemon);
@@ -111,8 +112,6 @@ fn a_daemon_is_served_and_only_one() {
     assert!(begun.elapsed() < Duration::from_secs(1));
     let mut next = Daemon::connect(&path);
     assert_eq!(next.state(), AgentState::Idle);
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 #[test]
@@ -121,10 +120,9 @@ fn a_descriptor_of_userfaultfd_is_used() {
     else {
         return println!("skipped: /dev/userfaultfd cannot be opened here");
     };
-    let (_server, path, guest, beats) = served("fd");
+    let (_server, path, guest, _beats) = served("fd");
     let mut daemon = Daemon::connect(&path);
-    let Command::Attach(mut attach) = guest.attach() else { unreachable!() };
-    attach.descriptor = true;
+    let attach = Attach { descriptor: true, ..guest.attach() };
     let ReplyResult::Error(_) = daemon.ask(Command::Attach(attach.clone())) else { panic!() };
     let line = Request { id: 7, command: Command::Attach(attach) }.line();
     let fds = [device.as_fd()];
@@ -137,35 +135,27 @@ fn a_descriptor_of_userfaultfd_is_used() {
     assert_eq!(sent.unwrap(), line.len());
     assert_eq!(daemon.hear().unwrap().result, ReplyResult::Ok(Answer::Done));
     daemon.until(AgentState::Ready);
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 #[test]
 fn nonsense_ends_or_is_refused_and_urgent_words_are_heard() {
-    let (_server, path, guest, beats) = served("nonsense");
+    let (_server, path, guest, _beats) = served("nonsense");
     let mut daemon = Daemon::connect(&path);
     daemon.socket.get_mut().write_all(b"{\"id\":1,\"command\":\"dance\"}\n").unwrap();
     assert!(matches!(daemon.hear().unwrap().result, ReplyResult::Error(_)));
-    daemon.ask(guest.attach());
-    daemon.until(AgentState::Ready);
+    daemon.attach(&guest);
     guest.fill_and_free(FIRST, 15_000);
     // Other requests wait for the end of a recycle, word of a reset does not.
     let all = Recycle { budget_ms: 5000, ..Recycle::default() };
     daemon.say(Command::Recycle(all));
     daemon.say(Command::Mark);
-    let Some(Reply { result: ReplyResult::Ok(Answer::Recycled(r)), .. }) = daemon.hear() else {
-        panic!()
-    };
+    let r = recycled(daemon.hear().unwrap().result);
     assert!(!r.more && r.bytes.0 == 15_000 * 4096, "{r:?}");
     daemon.hear().unwrap();
     guest.fill_and_free(FIRST, 15_000);
     daemon.say(Command::Recycle(all));
     daemon.say(Command::StandDown);
-    let Some(Reply { result: ReplyResult::Ok(Answer::Recycled(r)), .. }) = daemon.hear() else {
-        panic!()
-    };
-    println!("{r:?}");
+    println!("{:?}", recycled(daemon.hear().unwrap().result));
     daemon.hear().unwrap();
     assert_eq!(daemon.state(), AgentState::Idle);
     // A line without an end.
@@ -173,8 +163,6 @@ fn nonsense_ends_or_is_refused_and_urgent_words_are_heard() {
     assert!(daemon.hear().is_none());
     let mut next = Daemon::connect(&path);
     assert_eq!(next.state(), AgentState::Idle);
-    guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }
 
 #[test]

@@ -18,14 +18,12 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use common::*;
-use ebb_core::wire::firmware::Firmware;
-use ebb_core::wire::{
-    AgentState, Attach, Command, Recycle, Refused, Reply, ReplyResult, Request, Segment,
-};
+use ebb_core::wire::{AgentState, Attach, Command, Recycle};
+use ebb_core::wire::{Refused, Reply, ReplyResult, Request};
 use ebb_host::agent::{Agent, AgentError};
 use requests::Requests as _;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
@@ -36,21 +34,22 @@ const MIB: u64 = 64;
 const SOON: Duration = Duration::from_secs(10);
 
 /// One test at a time: a child that the other one forks holds copies of our
-/// connections until it is QEMU's stand-in, and the agent serves one.
-static ALONE: Mutex<()> = Mutex::new(());
-
-/// Why this cannot be tried here.
-fn missing() -> Option<&'static str> {
+/// connections until it is QEMU's stand-in, and the agent serves one. `None`: it cannot be tried
+/// here.
+fn alone() -> Option<MutexGuard<'static, ()>> {
+    static ALONE: Mutex<()> = Mutex::new(());
     let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
-    if !rustix::process::geteuid().is_root() {
-        Some("only root can start a process of another user")
+    let why = if !rustix::process::geteuid().is_root() {
+        "only root can start a process of another user"
     } else if sysctl.map_or(true, |s| s.trim() != "0") {
-        Some("vm.unprivileged_userfaultfd is not 0: every process may make a userfaultfd")
+        "vm.unprivileged_userfaultfd is not 0: every process may make a userfaultfd"
     } else if device().is_none() {
-        Some("/dev/userfaultfd cannot be opened (Linux 6.1 has it)")
+        "/dev/userfaultfd cannot be opened (Linux 6.1 has it)"
     } else {
-        None
-    }
+        return Some(ALONE.lock().unwrap_or_else(PoisonError::into_inner));
+    };
+    println!("skipped: {why}");
+    None
 }
 
 fn device() -> Option<File> {
@@ -70,7 +69,7 @@ impl Vmm {
         let place = Place::new(name);
         let guest = Guest::new(MIB, RamKind::Memfd);
         let program = place.compile(&["-DEXPORTS=1"]);
-        let mut command = place.command(&program, &place.path("agent"), 0, 1);
+        let mut command = place.command(&program, 0, 1);
         command.arg((MIB << 20).to_string()).uid(NOBODY).gid(NOBODY);
         let ram = guest.file.as_ref().unwrap().as_raw_fd();
         assert!(ram != 100, "a copy of a descriptor onto itself would be closed");
@@ -85,14 +84,13 @@ impl Vmm {
         assert_eq!(standin.says().0, "loaded");
         let (word, hva) = standin.says();
         assert_eq!(word, "ram");
-        let segments = vec![Segment { gpa: 0, size: MIB << 20, hva }];
-        let attach =
-            Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() };
+        let mut attach = guest.attach();
+        attach.segments[0].hva = hva;
         Vmm { standin, guest, attach, place }
     }
 
     fn agent(&self) -> Agent {
-        let agent = Agent::connect(self.place.path("agent")).unwrap();
+        let agent = Agent::connect(self.place.socket()).unwrap();
         assert_eq!(agent.peer_pid(), Some(self.standin.child.id()));
         agent
     }
@@ -111,7 +109,7 @@ impl Vmm {
 
     /// Attach as a daemon that breaks the rules would: any descriptors with it.
     fn raw(&self, announced: bool, descriptors: &[BorrowedFd<'_>]) -> Reply {
-        let socket = UnixStream::connect(self.place.path("agent")).unwrap();
+        let socket = UnixStream::connect(self.place.socket()).unwrap();
         let attach = Attach { descriptor: announced, ..self.attach.clone() };
         let line = Request { id: 9, command: Command::Attach(attach) }.line();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
@@ -128,28 +126,18 @@ impl Vmm {
 }
 
 fn until(agent: &mut Agent, what: &str, good: impl Fn(&ebb_core::wire::Status) -> bool) {
-    let until = Instant::now() + SOON;
-    loop {
-        let status = agent.status(false, SOON).unwrap();
-        if good(&status) {
-            return;
-        }
-        assert!(Instant::now() < until, "{what}: {status:?}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let is = within(SOON, || good(&agent.status(false, SOON).unwrap()));
+    assert!(is, "{what}: {:?}", agent.status(false, SOON));
 }
 
 #[test]
 fn what_the_daemon_opened_makes_an_unprivileged_vmm_recycle() {
-    if let Some(why) = missing() {
-        return println!("skipped: {why}");
-    }
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(_alone) = alone() else { return };
     let mut vmm = Vmm::start("unprivileged");
     let (kind, text) = vmm.refusal(None);
     assert!(kind == Refused::Aside && text.contains("may not make a userfaultfd"), "{text}");
     let before = vmm.descriptors();
-    let beats = vmm.guest.beating();
+    let _beats = vmm.guest.beating();
     let mut agent = vmm.agent();
     let device = device().unwrap();
     agent.attach(vmm.attach.clone(), Some(device.as_fd()), SOON).unwrap();
@@ -166,21 +154,13 @@ fn what_the_daemon_opened_makes_an_unprivileged_vmm_recycle() {
     assert_eq!(vmm.guest.word(0).load(SeqCst), u64::from(b'x'));
     // The daemon goes: what it brought goes with it.
     drop(agent);
-    let deadline = Instant::now() + SOON;
-    while vmm.descriptors() > before {
-        assert!(Instant::now() < deadline, "{} descriptors, {before}", vmm.descriptors());
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    vmm.guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
+    let closed = within(SOON, || vmm.descriptors() <= before);
+    assert!(closed, "{} descriptors, {before}", vmm.descriptors());
 }
 
 #[test]
 fn descriptors_of_anything_else_are_closed_refused_and_said() {
-    if let Some(why) = missing() {
-        return println!("skipped: {why}");
-    }
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(_alone) = alone() else { return };
     let vmm = Vmm::start("foreign");
     vmm.refusal(None);
     let before = vmm.descriptors();
@@ -206,10 +186,8 @@ fn descriptors_of_anything_else_are_closed_refused_and_said() {
     }
     // Nothing stays open; the agent is as good as new.
     assert!(vmm.descriptors() <= before + 1, "{} descriptors, {before}", vmm.descriptors());
-    let beats = vmm.guest.beating();
+    let _beats = vmm.guest.beating();
     let mut agent = vmm.agent();
     agent.attach(vmm.attach.clone(), Some(good), SOON).unwrap();
     until(&mut agent, "ready", |s| s.state == AgentState::Ready);
-    vmm.guest.stop.store(true, SeqCst);
-    beats.join().unwrap();
 }

@@ -261,7 +261,7 @@ pub(super) fn distress(g: &GuestModel, owed: Bytes, inflating: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sample::{AgentSample, BalloonSample, Link, ProcessMemory};
+    use crate::sample::{AgentSample, BalloonSample, ProcessMemory};
     use crate::state::{Doubt, Hot};
     use crate::wire::AgentState;
 
@@ -269,6 +269,13 @@ mod tests {
 
     fn stats(available_mib: u64) -> GuestStats {
         GuestStats { available: Some(Bytes::mib(available_mib)), ..GuestStats::default() }
+    }
+
+    /// With these rates; its buffer is 200 MiB.
+    fn guest(available: u64, idle: u64, rates: GuestRates) -> GuestModel {
+        let [available, idle, buffer, short_mark] = [available, idle, 200, 40].map(Bytes::mib);
+        let more = GuestModel { buffer, short_mark, ..GuestModel::default() };
+        GuestModel { available, idle, rates: Some(rates), ..more }
     }
 
     #[test]
@@ -288,12 +295,10 @@ mod tests {
     #[test]
     fn cache_that_is_read_again_belongs_to_the_working_set() {
         let stats = GuestStats { caches: Some(Bytes::mib(300)), ..stats(600) };
-        let hot = |mib| VmMemory {
-            hot: Hot { bytes: Bytes::mib(mib), ..Hot::default() },
-            ..VmMemory::default()
-        };
         let set = |mib| {
-            let g = GuestModel::new(GIB, true, &stats, &hot(mib), None).unwrap();
+            let hot = Hot { bytes: Bytes::mib(mib), ..Hot::default() };
+            let m = VmMemory { hot, ..VmMemory::default() };
+            let g = GuestModel::new(GIB, true, &stats, &m, None).unwrap();
             (g.working_set.0 >> 20, g.idle.0 >> 20)
         };
         assert_eq!(set(0), (424, 600));
@@ -304,17 +309,10 @@ mod tests {
     const GIB: (Bytes, Bytes) = (Bytes::gib(1), Bytes::gib(1));
 
     fn sample(stats: GuestStats) -> VmSample {
-        let all = Bytes::gib(1);
-        VmSample {
-            ram: Some(all),
-            process: Some(ProcessMemory { anon: all, ..ProcessMemory::default() }),
-            balloon: Some(BalloonSample {
-                actual: all,
-                guest: Some(stats),
-                ..BalloonSample::default()
-            }),
-            ..VmSample::default()
-        }
+        let (actual, guest) = (GIB.0, Some(stats));
+        let process = Some(ProcessMemory { anon: actual, ..ProcessMemory::default() });
+        let balloon = Some(BalloonSample { actual, guest, ..BalloonSample::default() });
+        VmSample { ram: Some(actual), process, balloon, ..VmSample::default() }
     }
 
     #[test]
@@ -353,12 +351,7 @@ mod tests {
     fn a_guest_whose_map_and_statistics_disagree_is_not_believed() {
         let s = GuestStats { free: Some(Bytes::mib(600)), caches: Some(Bytes::ZERO), ..stats(600) };
         let mut vm = sample(s);
-        let agent = |free| AgentSample {
-            link: Link::Up,
-            state: AgentState::Ready,
-            free: Some(Bytes::mib(free)),
-            ..AgentSample::default()
-        };
+        let agent = |free| AgentSample { free: Some(Bytes::mib(free)), ..AgentSample::ready(0) };
         vm.agent = Some(agent(550));
         assert_eq!(implausible(&vm, &s, GIB), None, "within what moves between two readings");
         vm.agent = Some(agent(100));
@@ -371,18 +364,15 @@ mod tests {
     fn a_guest_cannot_use_what_the_host_does_not_hold() {
         let s = stats(100);
         let mut vm = sample(s);
-        vm.process = Some(ProcessMemory { anon: Bytes::mib(300), ..ProcessMemory::default() });
-        assert!(implausible(&vm, &s, GIB).unwrap().contains("the host holds 300 MiB"));
-        vm.process = Some(ProcessMemory {
-            anon: Bytes::mib(300),
-            swap: Bytes::mib(500),
-            ..ProcessMemory::default()
-        });
-        assert_eq!(implausible(&vm, &s, GIB), None);
+        let mut says = |anon, swap, shmem| {
+            let [anon, swap, shmem] = [anon, swap, shmem].map(Bytes::mib);
+            vm.process = Some(ProcessMemory { anon, swap, shmem, ..ProcessMemory::default() });
+            implausible(&vm, &s, GIB)
+        };
+        assert!(says(300, 0, 0).unwrap().contains("the host holds 300 MiB"));
+        assert_eq!(says(300, 500, 0), None);
         // The rest may be in swap, or touched by a device in another process.
-        let shmem = Bytes::mib(300);
-        vm.process = Some(ProcessMemory { shmem, ..ProcessMemory::default() });
-        assert_eq!(implausible(&vm, &s, GIB), None);
+        assert_eq!(says(0, 0, 300), None);
     }
 
     #[test]
@@ -392,9 +382,9 @@ mod tests {
         assert_eq!(level(2_000, VmMemory::default()), 1.0);
         assert_eq!(level(5_000, VmMemory::default()), 0.5);
         assert_eq!(level(0, VmMemory { harm: 1, ..VmMemory::default() }), 0.5);
-        let doubt = |times| VmMemory {
-            doubt: Some(Doubt { times, what: "x".into(), ..Doubt::default() }),
-            ..VmMemory::default()
+        let doubt = |times| {
+            let doubt = Some(Doubt { times, what: "x".into(), ..Doubt::default() });
+            VmMemory { doubt, ..VmMemory::default() }
         };
         assert_eq!((level(0, doubt(1)), level(0, doubt(2))), (0.5, 0.0));
         assert_eq!(trust(None, &doubt(2)).why, "it claims x");
@@ -409,17 +399,7 @@ mod tests {
             alloc_stalls: 3.0,
             ..GuestRates::default()
         };
-        let with = |idle| {
-            let g = GuestModel {
-                available: Bytes::mib(900),
-                idle: Bytes::mib(idle),
-                buffer: Bytes::mib(200),
-                short_mark: Bytes::mib(40),
-                rates: Some(reads),
-                ..GuestModel::default()
-            };
-            distress(&g, OWED, false)
-        };
+        let with = |idle| distress(&guest(900, idle, reads), OWED, false);
         assert_eq!(with(200), "");
         assert!(with(199).contains("swapping in"), "most of that is cache in use");
     }
@@ -436,12 +416,8 @@ mod tests {
             let (was, now) = (at(0, is_windows), at(500, is_windows));
             let mut memory = crate::state::Memory::default();
             for (ms, s) in [(1000, was), (2000, now)] {
-                let sample = crate::sample::Sample {
-                    at: crate::units::Stamp(ms),
-                    vms: vec![sample(s)],
-                    ..Default::default()
-                };
-                memory.observe(&sample);
+                let (at, vms) = (crate::units::Stamp(ms), vec![sample(s)]);
+                memory.observe(&crate::sample::Sample { at, vms, ..Default::default() });
             }
             let r = memory.vms[0].rates.unwrap();
             (r.major_faults, r.swap_in > 0.0, r.refaults)
@@ -449,23 +425,16 @@ mod tests {
         assert_eq!(rates(false), (500.0, true, 4000.0));
         assert_eq!(rates(true), (0.0, false, 0.0), "Windows");
         let windows = GuestStats { is_windows: true, ..stats(100) };
-        let balloon = |guest| BalloonSample {
-            deflate_on_oom: Some(true),
-            guest: Some(guest),
-            ..BalloonSample::default()
+        let deflates = |guest| {
+            let (deflate_on_oom, guest) = (Some(true), Some(guest));
+            BalloonSample { deflate_on_oom, guest, ..BalloonSample::default() }.deflates_on_oom()
         };
-        assert!(balloon(stats(100)).deflates_on_oom() && !balloon(windows).deflates_on_oom());
+        assert!(deflates(stats(100)) && !deflates(windows));
     }
 
     #[test]
     fn stalls_of_the_balloon_driver_are_no_distress_refaults_are() {
-        let g = |rates| GuestModel {
-            available: Bytes::mib(100),
-            buffer: Bytes::mib(200),
-            short_mark: Bytes::mib(40),
-            rates: Some(rates),
-            ..GuestModel::default()
-        };
+        let g = |rates| guest(100, 0, rates);
         let stalls = GuestRates { alloc_stalls: 5.0, ..GuestRates::default() };
         assert!(distress(&g(stalls), OWED, false).contains("allocation stalls"));
         assert_eq!(distress(&g(stalls), OWED, true), "");
@@ -478,14 +447,7 @@ mod tests {
     #[test]
     fn one_that_swaps_out_while_its_balloon_stands_still_is_short() {
         let rates = GuestRates { swap_out: (4 << 20) as f64, ..GuestRates::default() };
-        let g = GuestModel {
-            available: Bytes::mib(150),
-            idle: Bytes::mib(150),
-            buffer: Bytes::mib(200),
-            short_mark: Bytes::mib(40),
-            rates: Some(rates),
-            ..GuestModel::default()
-        };
+        let g = guest(150, 150, rates);
         assert_eq!(distress(&g, OWED, false), "swapping out 4 MiB/s");
         assert_eq!(distress(&g, OWED, true), "", "for the balloon");
         assert_eq!(distress(&GuestModel { idle: g.buffer, ..g }, OWED, false), "", "it has enough");

@@ -5,22 +5,38 @@ use super::*;
 use crate::config::{Amount, Metadata, Overrides};
 use crate::plan::Reason;
 use crate::sample::{
-    BalloonSample, Claim, HostSample, LimitSample, Link, Meminfo, Psi, PsiLine, RunState, SwapArea,
-    Vmstat,
+    BalloonSample, Claim, GuestStats, HostSample, LimitSample, Link, Meminfo, ProcessMemory, Psi,
+    PsiLine, RunState, SwapArea, VmId, Vmstat,
 };
 use crate::state::{Doubt, Owned, OwnedVm};
 
+const GIB: u64 = 1024;
+
 fn host_sample(available_mib: u64) -> Sample {
-    let memory = Meminfo {
-        total: Bytes::gib(10),
-        available: Bytes::mib(available_mib),
-        ..Meminfo::default()
-    };
-    Sample {
-        at: Stamp(5_000),
-        host: HostSample { memory: Some(memory), ..HostSample::default() },
-        ..Sample::default()
-    }
+    let (total, available) = (Bytes::gib(10), Bytes::mib(available_mib));
+    let memory = Some(Meminfo { total, available, ..Meminfo::default() });
+    let host = HostSample { memory, ..HostSample::default() };
+    Sample { at: Stamp(5_000), host, ..Sample::default() }
+}
+
+/// A VM of so much RAM and so large, all in MiB; `available`: what its guest says, if it does.
+fn running(ram: u64, actual: u64, available: Option<u64>) -> VmSample {
+    let says = |mib| GuestStats { available: Some(Bytes::mib(mib)), ..GuestStats::default() };
+    let (actual, guest) = (Bytes::mib(actual), available.map(says));
+    let deflate_on_oom = Some(true);
+    let balloon = Some(BalloonSample { actual, deflate_on_oom, guest, ..BalloonSample::default() });
+    VmSample { ram: Some(Bytes::mib(ram)), balloon, ..VmSample::running(1, "a") }
+}
+
+/// What the loop makes of its first sample.
+fn first(config: &str, sample: &Sample) -> (Model, Memory) {
+    let mut memory = Memory::default();
+    memory.observe(sample);
+    (Model::new(&Config::parse("f", config).unwrap(), sample, &memory), memory)
+}
+
+fn host(sample: &Sample) -> HostModel {
+    Model::new(&Config::default(), sample, &Memory::default()).host
 }
 
 fn state(sample: &Sample, before: Pressure) -> Pressure {
@@ -31,19 +47,12 @@ fn state(sample: &Sample, before: Pressure) -> Pressure {
 #[test]
 fn a_balloon_that_is_not_there_does_not_follow_or_has_no_driver_brings_nothing() {
     let balloon = |guest| Some(BalloonSample { guest, ..BalloonSample::default() });
-    let runs = |balloon| VmSample {
-        link: Link::Up,
-        run: Some(RunState::Running),
-        balloon,
-        ..VmSample::default()
-    };
+    let runs = |balloon| VmSample { balloon, ..VmSample::running(1, "a") };
     let now = Stamp(100_000);
     let well = runs(balloon(Some(Default::default())));
     let new = VmMemory::default();
     assert!(!beyond_balloon(&well, &new, now));
-    assert!(
-        beyond_balloon(&runs(None), &new, now) && beyond_balloon(&runs(balloon(None)), &new, now)
-    );
+    assert!([None, balloon(None)].map(runs).iter().all(|vm| beyond_balloon(vm, &new, now)));
     let until = |ms| Some(now.plus(ms));
     let stuck = VmMemory { stuck_until: until(1), ..VmMemory::default() };
     assert!(beyond_balloon(&well, &stuck, now));
@@ -144,7 +153,7 @@ fn swap_counts_as_far_as_the_vms_may_use_it_and_it_frees_memory() {
             swap_left: pool_left.map(Bytes::gib),
             ..LimitSample::default()
         });
-        let m = Model::new(&Config::default(), &s, &Memory::default()).host;
+        let m = host(&s);
         let gib = |b: Bytes| b.0 as f64 / Bytes::gib(1).0 as f64;
         let limits: Vec<f64> = m.limits.iter().map(|l| gib(l.swap_left)).collect();
         (limits, m.offload_room.map(gib))
@@ -166,7 +175,7 @@ fn swap_counts_as_far_as_the_vms_may_use_it_and_it_frees_memory() {
 #[test]
 fn swap_of_a_slice_counts_once_for_all_vms_in_it() {
     let in_cgroup = |(pid, cgroup): (u32, &&str)| VmSample {
-        id: crate::sample::VmId { pid, start: 1 },
+        id: VmId { pid, start: 1 },
         ram: Some(Bytes::gib(4)),
         cgroup: Some((*cgroup).into()),
         ..VmSample::default()
@@ -183,8 +192,7 @@ fn swap_of_a_slice_counts_once_for_all_vms_in_it() {
         };
         s.host.other_limits = [("/a", 3), ("/a/in", 1), ("/b", 2)].map(limit).to_vec();
         s.vms = (1..).zip(cgroups).map(in_cgroup).collect();
-        let host = Model::new(&Config::default(), &s, &Memory::default()).host;
-        host.limits[0].swap_left.0 / Bytes::gib(1).0
+        host(&s).limits[0].swap_left.0 / Bytes::gib(1).0
     };
     assert_eq!(left(&["/a/1"]), 3);
     assert_eq!(left(&["/a/1", "/a/2", "/a/3"]), 3);
@@ -196,25 +204,11 @@ fn swap_of_a_slice_counts_once_for_all_vms_in_it() {
 
 #[test]
 fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
-    use crate::policy::{Decided, decide};
     let vm = |pid: u32, cgroup: &str, available: u64| VmSample {
-        id: crate::sample::VmId { pid, start: 1 },
-        name: cgroup[1..].into(),
-        ram: Some(Bytes::gib(4)),
-        process: Some(crate::sample::ProcessMemory { anon: Bytes::gib(3), ..Default::default() }),
+        id: VmId { pid, start: 1 },
+        process: Some(ProcessMemory { anon: Bytes::gib(3), ..ProcessMemory::default() }),
         cgroup: Some(format!("{cgroup}/{pid}")),
-        link: Link::Up,
-        run: Some(RunState::Running),
-        balloon: Some(BalloonSample {
-            actual: Bytes::gib(3),
-            deflate_on_oom: Some(true),
-            guest: Some(crate::sample::GuestStats {
-                available: Some(Bytes::mib(available)),
-                ..Default::default()
-            }),
-            ..BalloonSample::default()
-        }),
-        ..VmSample::default()
+        ..running(4 * GIB, 3 * GIB, Some(available))
     };
     let mut s = host_sample(8000);
     s.host.pool = Some(LimitSample {
@@ -224,12 +218,10 @@ fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
         ..LimitSample::default()
     });
     s.vms = vec![vm(1, "/full", 2500), vm(2, "/else", 2500), vm(3, "/else", 30)];
-    let mut memory = Memory::default();
-    memory.observe(&s);
-    let model = Model::new(&Config::default(), &s, &memory);
+    let (model, memory) = first("", &s);
     let outside: Vec<bool> = model.vms.iter().map(|v| v.outside).collect();
     assert_eq!((model.host.shown.name.as_str(), outside), ("/full", vec![false, true, true]));
-    let Decided { plan, .. } = decide(&model, &memory, &[]);
+    let plan = crate::policy::decide(&model, &memory, &[]).plan;
     let order = |pid| plan.actions.iter().find(|a| a.vm.pid == pid);
     assert!(order(1).is_some_and(|a| !a.gives()), "{plan:?}");
     assert!(order(2).is_none(), "shrinking it brings the full one nothing");
@@ -247,36 +239,24 @@ fn the_tightest_bound_decides_and_huge_page_pools_are_nobodys() {
         file: Bytes::mib(10),
         ..LimitSample::default()
     });
-    let m = Model::new(&Config::default(), &s, &Memory::default()).host;
+    let m = host(&s);
     assert_eq!((m.shown.state, m.shown.name.as_str()), (Pressure::Critical, "/vms"));
     assert_eq!(m.shown.headroom, Bytes::mib(34));
     assert_eq!(m.shown.shortage, default_reserve(Bytes::gib(1)) - Bytes::mib(34));
     s.host.pool = None;
     s.host.memory.as_mut().unwrap().hugetlb = Bytes::gib(6);
-    let m = Model::new(&Config::default(), &s, &Memory::default()).host;
+    let m = host(&s);
     assert_eq!((m.shown.capacity, m.shown.headroom), (Bytes::gib(4), Bytes::gib(4)));
 }
 
 #[test]
 fn an_unreadable_host_takes_nothing() {
-    let m = Model::new(&Config::default(), &Sample::default(), &Memory::default()).host;
+    let m = host(&Sample::default());
     assert!(!m.known);
     assert_eq!((m.shown.state, m.shown.shortage), (Pressure::Clear, Bytes::ZERO));
     // Of a guest that is idle, on a host that was critical a moment ago.
-    let all = Bytes::gib(4);
-    let guest = crate::sample::GuestStats { available: Some(Bytes::gib(3)), ..Default::default() };
-    let vm = VmSample {
-        ram: Some(all),
-        process: Some(crate::sample::ProcessMemory { anon: all, ..Default::default() }),
-        link: Link::Up,
-        run: Some(RunState::Running),
-        balloon: Some(BalloonSample {
-            actual: all,
-            guest: Some(guest),
-            ..BalloonSample::default()
-        }),
-        ..VmSample::default()
-    };
+    let process = Some(ProcessMemory { anon: Bytes::gib(4), ..ProcessMemory::default() });
+    let vm = VmSample { process, ..running(4 * GIB, 4 * GIB, Some(3 * GIB)) };
     let sample = Sample { at: Stamp(10_000), vms: vec![vm], ..Sample::default() };
     let mut memory =
         Memory { at: Some(Stamp(9_000)), state: Pressure::Critical, ..Memory::default() };
@@ -292,14 +272,7 @@ fn a_floor_above_the_ceiling_gives_way_and_no_floor_is_below_the_least() {
     let text = "[vm.a]\nmin = \"900MiB\"\nmax = \"50%\"\n[vm.b]\nmin = 0\n";
     let config = Config::parse("f", text).unwrap();
     for (name, floor, ceiling) in [("a", 512, 512), ("b", 64, 1024)] {
-        let vm = VmSample {
-            name: name.into(),
-            ram: Some(Bytes::gib(1)),
-            link: Link::Up,
-            run: Some(RunState::Running),
-            balloon: Some(BalloonSample { actual: Bytes::gib(1), ..BalloonSample::default() }),
-            ..VmSample::default()
-        };
+        let vm = VmSample { name: name.into(), ..running(GIB, GIB, None) };
         let m = VmModel::new(&config, &Sample::default(), &vm, &Memory::default());
         assert_eq!((m.floor, m.ceiling), (Bytes::mib(floor), Bytes::mib(ceiling)), "{name}");
         assert!(matches!(m.standing, Standing::GiveOnly(_)), "no statistics: not asked");
@@ -308,24 +281,10 @@ fn a_floor_above_the_ceiling_gives_way_and_no_floor_is_below_the_least() {
 
 #[test]
 fn what_metadata_may_still_say_takes_nothing_and_what_is_wrong_leaves_alone() {
-    let guest =
-        crate::sample::GuestStats { available: Some(Bytes::mib(900)), ..Default::default() };
     let of = |config: &str, metadata: Metadata| {
-        let (actual, guest) = (Bytes::gib(1), Some(guest));
-        let vm = VmSample {
-            name: "a".into(),
-            ram: Some(actual),
-            link: Link::Up,
-            run: Some(RunState::Running),
-            balloon: Some(BalloonSample { actual, guest, ..BalloonSample::default() }),
-            metadata,
-            ..VmSample::default()
-        };
-        let config = Config::parse("f", config).unwrap();
+        let vm = VmSample { metadata, ..running(GIB, GIB, Some(900)) };
         let sample = Sample { vms: vec![vm], ..host_sample(5_000) };
-        let mut memory = Memory::default();
-        memory.observe(&sample);
-        Model::new(&config, &sample, &memory).vms[0].clone()
+        first(config, &sample).0.vms.remove(0)
     };
     let says = |its: Overrides| Metadata::Says(its);
     let unread = of("", Metadata::Unread("no answer".into()));
@@ -349,19 +308,11 @@ fn what_metadata_may_still_say_takes_nothing_and_what_is_wrong_leaves_alone() {
 #[test]
 fn a_vm_whose_section_cannot_be_checked_is_owed_what_it_was_and_asked_for_nothing() {
     let claimed = |claim: Claim| {
-        let balloon = BalloonSample { actual: Bytes::mib(300), ..BalloonSample::default() };
-        let vm = VmSample {
-            name: "a".into(),
-            ram: Some(Bytes::gib(1)),
-            link: Link::Up,
-            run: Some(RunState::Running),
-            balloon: Some(balloon),
-            claim,
-            ..VmSample::default()
-        };
+        let vm = VmSample { claim, ..running(GIB, 300, None) };
+        let (id, others) = (vm.id, Some(Bytes::ZERO));
         let sample = Sample { vms: vec![vm], ..host_sample(500) };
         let mut memory = Memory::default();
-        let owned = OwnedVm { others: Some(Bytes::ZERO), ..OwnedVm::default() };
+        let owned = OwnedVm { id, others, ..OwnedVm::default() };
         memory.adopt(&Owned { vms: vec![owned], ..Owned::default() });
         memory.observe(&sample);
         let model = Model::new(&Config::default(), &sample, &memory);
@@ -379,13 +330,8 @@ fn a_vm_whose_section_cannot_be_checked_is_owed_what_it_was_and_asked_for_nothin
 #[test]
 fn no_vm_is_asked_for_what_no_balloon_can_hold() {
     let floor = |beyond: u64| {
-        let beyond_balloon = Bytes::mib(beyond);
-        let actual = Bytes::gib(8);
-        let vm = VmSample {
-            ram: Some(actual),
-            balloon: Some(BalloonSample { actual, beyond_balloon, ..BalloonSample::default() }),
-            ..VmSample::default()
-        };
+        let mut vm = running(8 * GIB, 8 * GIB, None);
+        vm.balloon.as_mut().unwrap().beyond_balloon = Bytes::mib(beyond);
         let sample = Sample { vms: vec![vm], ..host_sample(5_000) };
         Model::new(&Config::default(), &sample, &Memory::default()).vms[0].floor
     };
@@ -397,16 +343,10 @@ fn no_vm_is_asked_for_what_no_balloon_can_hold() {
 
 #[test]
 fn floors_beyond_the_host_are_a_warning() {
-    let config = Config::parse("f", "[defaults]\nmin = \"100%\"\n").unwrap();
     let said = |vms: u32| {
-        let vm = |pid| VmSample {
-            id: crate::sample::VmId { pid, start: 1 },
-            ram: Some(Bytes::gib(4)),
-            balloon: Some(BalloonSample { actual: Bytes::gib(4), ..BalloonSample::default() }),
-            ..VmSample::default()
-        };
+        let vm = |pid| VmSample { id: VmId { pid, start: 1 }, ..running(4 * GIB, 4 * GIB, None) };
         let sample = Sample { vms: (1..=vms).map(vm).collect(), ..host_sample(8000) };
-        Model::new(&config, &sample, &Memory::default()).host.warnings.join("")
+        first("[defaults]\nmin = \"100%\"\n", &sample).0.host.warnings.join("")
     };
     assert_eq!(said(2), "");
     assert!(said(3).contains("the floors of all VMs add up to 12 GiB"), "{}", said(3));

@@ -331,30 +331,27 @@ mod tests {
     use crate::model::{HostModel, Limit, Trust};
     use crate::sample::VmId;
 
+    /// What a guest of 1 GiB with 200 MiB of page cache wants, MiB.
+    fn wants(weight: f64, need: u64, m: &VmMemory, level: Level) -> u64 {
+        let gib = Bytes::gib(1);
+        let vm = VmModel { ram: Some(gib), ceiling: gib, weight, ..VmModel::default() };
+        let (need, cache) = (Bytes::mib(need), Bytes::mib(200));
+        let g = GuestModel { need, working_set: need, cache, ..GuestModel::default() };
+        want(Stamp(1_000_000), &vm, &g, m, level).0 >> 20
+    }
+
     #[test]
     fn page_cache_counts_alike_whatever_the_weight() {
-        let want = |weight| {
-            let gib = Bytes::gib(1);
-            let vm = VmModel { ram: Some(gib), ceiling: gib, weight, ..VmModel::default() };
-            let (need, cache) = (Bytes::mib(300), Bytes::mib(200));
-            let g = GuestModel { need, working_set: need, cache, ..GuestModel::default() };
-            let level = Level { within_ms: HOT_MS / 2, ..Level::NOW };
-            super::want(Stamp(0), &vm, &g, &VmMemory::default(), level).0 >> 20
-        };
+        let level = Level { within_ms: HOT_MS / 2, ..Level::NOW };
+        let want = |weight| wants(weight, 300, &VmMemory::default(), level);
         assert_eq!([want(0.5), want(1.0), want(4.0)], [400; 3]);
     }
 
     #[test]
     fn one_below_its_peak_has_room_for_its_page_cache_there() {
-        let want = |need, number| {
-            let (gib, need) = (Bytes::gib(1), Bytes::mib(need));
-            let vm = VmModel { ram: Some(gib), ceiling: gib, weight: 1.0, ..VmModel::default() };
-            let cache = Bytes::mib(200);
-            let g = GuestModel { need, working_set: need, cache, ..GuestModel::default() };
-            let mut m = VmMemory::default();
-            m.recent.see(Stamp(0), Bytes::mib(700));
-            super::want(Stamp(1_000_000), &vm, &g, &m, Level::of(number)).0 >> 20
-        };
+        let mut m = VmMemory::default();
+        m.recent.see(Stamp(0), Bytes::mib(700));
+        let want = |need, number| wants(1.0, need, &m, Level::of(number));
         assert_eq!((want(300, TIMES), want(600, TIMES)), (700, 800));
         let more = [1, CACHED, COMFORTS].map(|n| want(300, TIMES + n));
         assert_eq!(more, [800, 900, 900], "beside it where there is more, before margins grow");
@@ -366,19 +363,10 @@ mod tests {
         let gib = |gib: f64| Bytes((gib * f64::from(1 << 30)) as u64);
         let at = Stamp(10_000_000);
         let guest = |pid, need: f64, peak: f64, ago_ms: u64| {
-            let id = VmId { pid, start: 1 };
-            let ram = Bytes::gib(8);
-            let need = gib(need);
-            let short_mark = ram.share(0.04);
-            let buffer = need.share(0.25).max(ram.share(0.12));
-            let g = GuestModel {
-                need,
-                working_set: need,
-                short_mark,
-                buffer,
-                deflate_on_oom: true,
-                ..GuestModel::default()
-            };
+            let (id, ram, need) = (VmId { pid, start: 1 }, Bytes::gib(8), gib(need));
+            let (short_mark, buffer) = (ram.share(0.04), need.share(0.25).max(ram.share(0.12)));
+            let g = GuestModel { need, working_set: need, short_mark, ..GuestModel::default() };
+            let g = GuestModel { buffer, deflate_on_oom: true, ..g };
             let vm = VmModel {
                 id,
                 ram: Some(ram),

@@ -132,11 +132,10 @@ fn spare(vm: &VmModel) -> Bytes {
 mod tests {
     use super::*;
     use crate::model::{HostModel, Limit};
-    use crate::sample::{AgentSample, Link, VmId};
+    use crate::sample::{AgentSample, VmId};
     use crate::state::{Cold, Left};
     use crate::task::OffloadSample;
     use crate::units::Stamp;
-    use crate::wire::AgentState;
 
     const NOW: Stamp = Stamp(1_000_000);
 
@@ -158,23 +157,40 @@ mod tests {
         VmMemory { id: VmId { pid, start: 1 }, cold, ..VmMemory::default() }
     }
 
+    fn model(state: Pressure, stalled: Pressure, room: Option<u64>, vms: Vec<VmModel>) -> Model {
+        let shown = Limit { state, stalled, ..Limit::default() };
+        let offload_room = room.map(Bytes::mib);
+        let host = HostModel { shown, offload_room, ..HostModel::default() };
+        Model { at: NOW, dt_ms: 1000, host, vms }
+    }
+
+    /// What earlier stages do not bring has been missing for so long.
+    fn memory(vms: Vec<VmMemory>, missing_ms: Option<u64>) -> Memory {
+        let beyond_since = missing_ms.map(|ms| Stamp(NOW.0 - ms));
+        Memory { vms, beyond_since, ..Memory::default() }
+    }
+
+    /// Orders for `missing` MiB; `ordered`: of each VM by other limits.
+    fn orders(model: &Model, memory: &Memory, missing: u64, ordered: &[Bytes]) -> Vec<(u32, u64)> {
+        let (orders, _) = offload(model, memory, Bytes::mib(missing), ordered);
+        orders.iter().map(|o| (o.vm.pid, o.bytes.0 >> 20)).collect()
+    }
+
     fn ask(
         state: Pressure,
         room: Option<u64>,
         missing: u64,
         vms: Vec<(VmModel, VmMemory)>,
     ) -> Vec<(u32, u64)> {
-        let offload_room = room.map(Bytes::mib);
-        let stalled = state.min(Pressure::Soft);
-        let shown = Limit { state, stalled, ..Limit::default() };
-        let host = HostModel { shown, offload_room, ..HostModel::default() };
-        let (vms, remembered) = vms.into_iter().unzip();
-        let model = Model { at: NOW, dt_ms: 1000, host, vms };
-        let beyond_since = Some(Stamp(NOW.0 - PATIENCE_MS));
-        let memory = Memory { vms: remembered, beyond_since, ..Memory::default() };
-        let none = vec![Bytes::ZERO; model.vms.len()];
-        let (orders, _) = offload(&model, &memory, Bytes::mib(missing), &none);
-        orders.iter().map(|o| (o.vm.pid, o.bytes.0 >> 20)).collect()
+        let (vms, remembered): (Vec<_>, _) = vms.into_iter().unzip();
+        let none = vec![Bytes::ZERO; vms.len()];
+        let model = model(state, state.min(Pressure::Soft), room, vms);
+        orders(&model, &memory(remembered, Some(PATIENCE_MS)), missing, &none)
+    }
+
+    /// What is paged out of one VM on a critical host with enough swap.
+    fn of_one(vm: VmModel, m: VmMemory) -> Vec<(u32, u64)> {
+        ask(Pressure::Critical, Some(999), 99, vec![(vm, m)])
     }
 
     #[test]
@@ -198,14 +214,8 @@ mod tests {
     #[test]
     fn what_balloons_may_bring_in_a_moment_is_waited_for() {
         let ask = |state, stalled, since_ms: Option<u64>| {
-            let offload_room = Some(Bytes::gib(1));
-            let shown = Limit { state, stalled, ..Limit::default() };
-            let host = HostModel { shown, offload_room, ..HostModel::default() };
-            let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1)] };
-            let beyond_since = since_ms.map(|ms| Stamp(NOW.0 - ms));
-            let vms = vec![quiet_for(1, 200)];
-            let memory = Memory { vms, beyond_since, ..Memory::default() };
-            offload(&model, &memory, Bytes::mib(99), &[Bytes::ZERO]).0.len()
+            let model = model(state, stalled, Some(1024), vec![vm(1)]);
+            orders(&model, &memory(vec![quiet_for(1, 200)], since_ms), 99, &[Bytes::ZERO]).len()
         };
         let (clear, soft) = (Pressure::Clear, Pressure::Soft);
         assert_eq!(ask(Pressure::Critical, soft, Some(PATIENCE_MS)), 1);
@@ -217,10 +227,8 @@ mod tests {
 
     #[test]
     fn those_idle_longest_go_first_and_paused_ones_before_them() {
-        let mut paused = vm(3);
-        paused.paused = true;
-        paused.standing = Standing::GiveOnly("paused".into());
-        paused.resident = Some(Bytes::mib(100));
+        let (standing, resident) = (Standing::GiveOnly("paused".into()), Some(Bytes::mib(100)));
+        let paused = VmModel { paused: true, standing, resident, ..vm(3) };
         let vms = vec![
             (vm(1), quiet_for(1, 140)),
             (vm(2), quiet_for(2, 700)),
@@ -232,18 +240,11 @@ mod tests {
 
     #[test]
     fn what_other_limits_have_paged_out_counts() {
-        let (state, stalled) = (Pressure::Critical, Pressure::Soft);
-        let shown = Limit { state, stalled, ..Limit::default() };
-        let offload_room = Some(Bytes::mib(300));
-        let host = HostModel { shown, offload_room, ..HostModel::default() };
-        let mut model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1), vm(2)] };
-        let vms = vec![quiet_for(1, 200), quiet_for(2, 200)];
-        let beyond_since = Some(Stamp(NOW.0 - PATIENCE_MS));
-        let memory = Memory { vms, beyond_since, ..Memory::default() };
+        let both = vec![vm(1), vm(2)];
+        let mut model = model(Pressure::Critical, Pressure::Soft, Some(300), both);
+        let memory = memory(vec![quiet_for(1, 200), quiet_for(2, 200)], Some(PATIENCE_MS));
         let ask = |model: &Model, ordered: u64| {
-            let ordered = [Bytes::mib(ordered), Bytes::ZERO];
-            let orders = offload(model, &memory, Bytes::mib(500), &ordered).0;
-            orders.iter().map(|o| (o.vm.pid, o.bytes.0 >> 20)).collect::<Vec<_>>()
+            orders(model, &memory, 500, &[Bytes::mib(ordered), Bytes::ZERO])
         };
         assert_eq!(ask(&model, 0), [(1, 256)]);
         assert_eq!(ask(&model, 100), [(2, 156)], "of the pace of 256");
@@ -265,29 +266,20 @@ mod tests {
 
     #[test]
     fn hands_off_where_it_would_do_harm() {
-        let cold = || (vm(1), quiet_for(1, 200));
-        let refused =
-            |(vm, m)| assert_eq!(ask(Pressure::Critical, Some(999), 99, vec![(vm, m)]), []);
-        let (mut v, m) = cold();
-        v.pinned = Some("vfio".into());
-        refused((v, m));
-        let (mut v, m) = cold();
-        v.distress = "short".into();
-        refused((v, m));
-        let (mut v, m) = cold();
-        v.standing = Standing::Off("it is being migrated".into());
-        refused((v, m));
-        let (v, mut m) = cold();
-        m.cold.back_until = Some(Stamp(NOW.0 + 1));
-        refused((v, m));
-        let (mut v, m) = cold();
-        v.swap = Some(Bytes::mib(1100));
-        refused((v, m));
+        let with = |change: fn(&mut VmModel, &mut VmMemory)| {
+            let (mut v, mut m) = (vm(1), quiet_for(1, 200));
+            change(&mut v, &mut m);
+            of_one(v, m)
+        };
+        assert_eq!(with(|_, _| ()), [(1, 99)]);
+        assert_eq!(with(|v, _| v.pinned = Some("vfio".into())), []);
+        assert_eq!(with(|v, _| v.distress = "short".into()), []);
+        assert_eq!(with(|v, _| v.standing = Standing::Off("it is being migrated".into())), []);
+        assert_eq!(with(|_, m| m.cold.back_until = Some(Stamp(NOW.0 + 1))), []);
+        assert_eq!(with(|v, _| v.swap = Some(Bytes::mib(1100))), []);
         // Also where it is paused: `manage = false` is hands off.
-        for paused in [false, true] {
-            let (v, m) = cold();
-            refused((VmModel { managed: false, paused, ..v }, m));
-        }
+        assert_eq!(with(|v, _| v.managed = false), []);
+        assert_eq!(with(|v, _| (v.managed, v.paused) = (false, true)), []);
     }
 
     /// Shared memory in swap is in no process's count.
@@ -306,7 +298,7 @@ mod tests {
         let off = Standing::Off("it has no virtio balloon that answers".into());
         let with = |beyond_balloon, quiet_s| {
             let vm = VmModel { standing: off.clone(), beyond_balloon, ..vm(1) };
-            ask(Pressure::Critical, Some(999), 99, vec![(vm, quiet_for(1, quiet_s))])
+            of_one(vm, quiet_for(1, quiet_s))
         };
         assert_eq!(with(true, 200), [(1, 99)]);
         assert_eq!(with(true, 100), [], "not quiet for long enough");
@@ -315,22 +307,15 @@ mod tests {
 
     #[test]
     fn what_a_guest_has_freed_is_recycled_and_never_paged_out() {
-        let agent = |held| AgentSample {
-            link: Link::Up,
-            state: AgentState::Ready,
-            held: Some(Bytes::mib(held)),
-            ..AgentSample::default()
+        let with = |held, left: Option<u64>| {
+            let vm = VmModel { agent: Some(AgentSample::ready(held)), ..vm(1) };
+            let mut m = quiet_for(1, 200);
+            let (state, left) = (Pressure::Critical, left.map(Bytes::mib));
+            m.recycle.left = left.map(|bytes| Left { state, bytes });
+            of_one(vm, m)
         };
-        let with = |held| {
-            let vm = VmModel { agent: Some(agent(held)), ..vm(1) };
-            ask(Pressure::Critical, Some(999), 99, vec![(vm, quiet_for(1, 200))])
-        };
-        assert_eq!(with(100), []);
-        assert_eq!(with(2), [(1, 99)]);
-        // What recycling leaves is no reason to keep the rest.
-        let mut m = quiet_for(1, 200);
-        m.recycle.left = Some(Left { state: Pressure::Critical, bytes: Bytes::mib(90) });
-        let vm = VmModel { agent: Some(agent(100)), ..vm(1) };
-        assert_eq!(ask(Pressure::Critical, Some(999), 99, vec![(vm, m)]), [(1, 99)]);
+        assert_eq!(with(100, None), []);
+        assert_eq!(with(2, None), [(1, 99)]);
+        assert_eq!(with(100, Some(90)), [(1, 99)], "what recycling leaves keeps nothing else");
     }
 }

@@ -53,9 +53,7 @@ mod tests {
     use crate::config::Config;
     use crate::plan::Plan;
     use crate::policy::Decided;
-    use crate::sample::{
-        BalloonSample, HostSample, Link, ProcessMemory, RunState, Sample, VmId, VmSample,
-    };
+    use crate::sample::{BalloonSample, Link, ProcessMemory, RunState, Sample, VmId, VmSample};
     use crate::state::VmMemory;
     use crate::task::{Orders, PartialThpSample, Tasks};
     use crate::units::Stamp;
@@ -64,14 +62,7 @@ mod tests {
     const ID: VmId = VmId { pid: 1, start: 1 };
 
     fn vm() -> VmSample {
-        VmSample {
-            id: ID,
-            name: "vm".into(),
-            link: Link::Up,
-            run: Some(RunState::Running),
-            ram: Some(Bytes::gib(1)),
-            ..VmSample::default()
-        }
+        VmSample { ram: Some(Bytes::gib(1)), ..VmSample::running(1, "vm") }
     }
 
     fn taken(mib: u64, shrunk_ms_ago: u64) -> VmMemory {
@@ -80,8 +71,7 @@ mod tests {
     }
 
     fn orders(config: &str, vm: VmSample, m: VmMemory) -> Vec<String> {
-        let host = HostSample::default();
-        let sample = Sample { at: NOW, host, vms: vec![vm], ..Sample::default() };
+        let sample = Sample { at: NOW, vms: vec![vm], ..Sample::default() };
         let config = Config::parse("f", config).unwrap();
         let model = Model::new(&config, &sample, &Memory::default());
         let memory = Memory { vms: vec![m], ..Memory::default() };
@@ -110,14 +100,13 @@ mod tests {
         let mut tick = |n: u64, size: u64, anon: u64| {
             let process = Some(ProcessMemory { anon: Bytes::mib(anon), ..Default::default() });
             let balloon = Some(BalloonSample { actual: Bytes::mib(size), ..Default::default() });
-            let at = NOW.plus(100 * n);
             let vms = vec![VmSample { process, balloon, ..vm() }];
-            let sample = Sample { at, vms, ..Sample::default() };
+            let sample = Sample { at: NOW.plus(100 * n), vms, ..Sample::default() };
             memory.observe(&sample);
             let model = Model::new(&Config::default(), &sample, &memory);
-            let orders = partial_thp(&model, &memory);
-            let count = orders.len();
-            let orders = Orders { partial_thp: orders, ..Orders::default() };
+            let partial_thp = partial_thp(&model, &memory);
+            let count = partial_thp.len();
+            let orders = Orders { partial_thp, ..Orders::default() };
             let decided = Decided { plan: Plan { orders, ..Plan::default() }, merging: None };
             memory.learn(&model, &decided, &[], true);
             count

@@ -244,20 +244,14 @@ fn whole_at_once(
 mod tests {
     use super::*;
     use crate::model::{HostModel, Limit};
-    use crate::sample::{Link, VmId};
+    use crate::sample::VmId;
+    use crate::state::BalloonOrder;
     use crate::units::Stamp;
-    use crate::wire::AgentState;
 
     const ID: VmId = VmId { pid: 1, start: 1 };
 
     fn ask(state: Pressure, held: u64, m: RecycleMemory) -> Option<RecycleOrder> {
-        let agent = AgentSample {
-            link: Link::Up,
-            state: AgentState::Ready,
-            free: Some(Bytes::mib(held + 100)),
-            held: Some(Bytes::mib(held)),
-            ..AgentSample::default()
-        };
+        let agent = AgentSample { free: Some(Bytes::mib(held + 100)), ..AgentSample::ready(held) };
         let vm = VmModel {
             id: ID,
             ram: Some(Bytes::gib(4)),
@@ -291,40 +285,33 @@ mod tests {
 
     #[test]
     fn an_agent_that_only_observes_is_not_asked_and_keeps_nobody_else_from_asking() {
-        let agent = |observes| AgentSample {
-            link: Link::Up,
-            state: AgentState::Ready,
-            held: Some(Bytes::mib(500)),
-            observes,
-            ..AgentSample::default()
+        let is_usable = |observes| {
+            let agent = Some(AgentSample { observes, ..AgentSample::ready(500) });
+            usable(&VmModel { agent, ..VmModel::default() }).is_some()
         };
-        let vm = |observes| VmModel { agent: Some(agent(observes)), ..VmModel::default() };
-        assert!(usable(&vm(false)).is_some() && usable(&vm(true)).is_none());
+        assert!(is_usable(false) && !is_usable(true));
     }
 
     #[test]
     fn requests_of_one_tick_bring_all_that_they_ask_for() {
         let vm = |name: &str| {
-            let held = Some(Bytes::mib(500));
-            let (link, state) = (Link::Up, AgentState::Ready);
-            let agent = Some(AgentSample { link, state, held, ..AgentSample::default() });
+            let agent = Some(AgentSample::ready(500));
             VmModel { name: name.into(), agent, ..VmModel::default() }
         };
         let model = Model { vms: vec![vm("a"), vm("b")], ..Model::default() };
-        let asked = |requests: &[(Option<&str>, Option<u64>)]| -> Vec<Option<u64>> {
-            let of = |(vm, mib): &(Option<&str>, Option<u64>)| Reclaim {
-                vm: vm.map(String::from),
-                bytes: mib.map(Bytes::mib),
-            };
-            let requests: Vec<Reclaim> = requests.iter().map(of).collect();
-            let orders = recycle(&model, &Memory::default(), &requests);
+        let of = |vm: Option<&str>, mib: Option<u64>| Reclaim {
+            vm: vm.map(String::from),
+            bytes: mib.map(Bytes::mib),
+        };
+        let asked = |requests: &[Reclaim]| -> Vec<Option<u64>> {
+            let orders = recycle(&model, &Memory::default(), requests);
             orders.iter().map(|o| o.recycle.unwrap().max_bytes.map(|b| b.0 >> 20)).collect()
         };
-        let (all, b) = (None, Some("b"));
-        assert_eq!(asked(&[(all, Some(100)), (Some("a"), Some(50))]), [Some(150)]);
-        assert_eq!(asked(&[(all, Some(600)), (b, Some(50))]), [Some(600), Some(150)]);
-        assert_eq!(asked(&[(all, Some(100)), (b, None)]), [Some(100), None]);
-        assert_eq!(asked(&[(all, Some(100))]), [Some(100)], "the first has it");
+        let (all, b) = (|mib| of(None, Some(mib)), |mib| of(Some("b"), mib));
+        assert_eq!(asked(&[all(100), of(Some("a"), Some(50))]), [Some(150)]);
+        assert_eq!(asked(&[all(600), b(Some(50))]), [Some(600), Some(150)]);
+        assert_eq!(asked(&[all(100), b(None)]), [Some(100), None]);
+        assert_eq!(asked(&[all(100)]), [Some(100)], "the first has it");
     }
 
     /// Its blocks that are free as a whole have been taken.
@@ -401,57 +388,35 @@ mod tests {
     #[test]
     fn a_guest_that_allocates_fast_or_takes_back_keeps_slack_unless_the_host_is_critical() {
         let fast = |backoff| RecycleMemory { alloc_rate: 10e6, backoff, ..marked(60_000) };
-        let most =
-            |state, backoff| ask(state, 500, fast(backoff)).unwrap().recycle.unwrap().max_bytes;
-        let mib = |b: Option<Bytes>| b.unwrap().0 >> 20;
-        assert_eq!(mib(most(Pressure::Clear, 0)), 461);
-        assert_eq!(mib(most(Pressure::Clear, 2)), 347);
-        assert_eq!(mib(most(Pressure::Clear, 30)), 90, "a tenth of RAM at most");
+        let most = |state, backoff| {
+            let job = ask(state, 500, fast(backoff)).unwrap().recycle.unwrap();
+            job.max_bytes.map(|b| b.0 >> 20)
+        };
+        assert_eq!(most(Pressure::Clear, 0), Some(461));
+        assert_eq!(most(Pressure::Clear, 2), Some(347));
+        assert_eq!(most(Pressure::Clear, 30), Some(90), "a tenth of RAM at most");
         assert_eq!(most(Pressure::Critical, 30), None, "all of it");
     }
 
     #[test]
     fn nothing_is_recycled_while_the_balloon_grows_or_the_agent_is_at_work() {
-        let model = |busy| {
-            let agent = AgentSample {
-                link: Link::Up,
-                state: AgentState::Ready,
-                held: Some(Bytes::mib(500)),
-                busy,
-                ..AgentSample::default()
-            };
-            let vm = VmModel {
-                id: ID,
-                agent: Some(agent),
-                actual: Some(Bytes::gib(2)),
-                standing: Standing::Ready,
-                ..VmModel::default()
-            };
+        let orders = |busy, order: Option<u64>, shrunk| {
+            let agent = Some(AgentSample { busy, ..AgentSample::ready(500) });
+            let (actual, standing) = (Some(Bytes::gib(2)), Standing::Ready);
+            let vm = VmModel { id: ID, agent, actual, standing, ..VmModel::default() };
             let shown = Limit { state: Pressure::Critical, ..Limit::default() };
             let host = HostModel { shown, ..HostModel::default() };
-            Model { at: Stamp(100_000), host, vms: vec![vm], ..Model::default() }
+            let model = Model { at: Stamp(100_000), host, vms: vec![vm], ..Model::default() };
+            let (moved_from, order) = (Bytes::gib(2), order.map(Bytes::gib));
+            let order = order.map(|to| BalloonOrder { to, moved_from, ..BalloonOrder::default() });
+            let vms = vec![VmMemory { id: ID, order, shrunk, ..VmMemory::default() }];
+            recycle(&model, &Memory { vms, ..Memory::default() }, &[]).len()
         };
-        let memory =
-            |m: VmMemory| Memory { vms: vec![VmMemory { id: ID, ..m }], ..Memory::default() };
-        let orders = |busy, m| recycle(&model(busy), &memory(m), &[]).len();
-        assert_eq!(orders(false, VmMemory::default()), 1);
-        assert_eq!(orders(true, VmMemory::default()), 0, "at work");
-        let order = |to| {
-            let moved_from = Bytes::gib(2);
-            Some(crate::state::BalloonOrder {
-                to: Bytes::gib(to),
-                moved_from,
-                ..Default::default()
-            })
-        };
-        assert_eq!(orders(false, VmMemory { order: order(1), ..VmMemory::default() }), 0);
-        assert_eq!(
-            orders(false, VmMemory { order: order(3), ..VmMemory::default() }),
-            1,
-            "deflates"
-        );
-        let shrunk = Some(Stamp(99_000));
-        assert_eq!(orders(false, VmMemory { shrunk, ..VmMemory::default() }), 0, "a second ago");
+        assert_eq!(orders(false, None, None), 1);
+        assert_eq!(orders(true, None, None), 0, "at work");
+        assert_eq!(orders(false, Some(1), None), 0);
+        assert_eq!(orders(false, Some(3), None), 1, "deflates");
+        assert_eq!(orders(false, None, Some(Stamp(99_000))), 0, "a second ago");
     }
 
     #[test]

@@ -139,27 +139,16 @@ mod tests {
     const ON: &str = "[merge]\nzeros = true\n";
 
     fn vm(pid: u32) -> VmSample {
-        let process = ProcessMemory { anon: Bytes::gib(1), ..ProcessMemory::default() };
-        VmSample {
-            id: VmId { pid, start: 1 },
-            name: format!("vm{pid}"),
-            link: Link::Up,
-            run: Some(RunState::Running),
-            process: Some(process),
-            ..VmSample::default()
-        }
+        let process = Some(ProcessMemory { anon: Bytes::gib(1), ..ProcessMemory::default() });
+        VmSample { process, ..VmSample::running(pid, &format!("vm{pid}")) }
     }
 
     fn model(config: &str, state: Pressure, vms: Vec<VmSample>) -> Model {
         let zeros = Some(ZeroWays { split: true, pageout: true });
-        let memory = Meminfo {
-            total: Bytes::gib(64),
-            available: Bytes::gib(1),
-            swap_total: Bytes::gib(10),
-            swap_free: Bytes::gib(10),
-            ..Meminfo::default()
-        };
-        let host = HostSample { zeros, memory: Some(memory), ..HostSample::default() };
+        let (total, available, swap) = (Bytes::gib(64), Bytes::gib(1), Bytes::gib(10));
+        let memory = Meminfo { total, available, ..Meminfo::default() };
+        let memory = Some(Meminfo { swap_total: swap, swap_free: swap, ..memory });
+        let host = HostSample { zeros, memory, ..HostSample::default() };
         let sample = Sample { at: NOW, host, vms, ..Sample::default() };
         let config = Config::parse("f", config).unwrap();
         let mut model = Model::new(&config, &sample, &Memory::default());
@@ -194,32 +183,33 @@ mod tests {
     /// without it is [`vm`], of which there is an order.
     #[test]
     fn hands_off_where_it_would_do_harm() {
-        let refused = |config: &str, vm: VmSample, why: &str| {
-            let model = model(config, Pressure::Critical, vec![vm]);
-            assert_eq!(ask(&model, &Memory::default(), &[]), NONE, "{why}");
-            assert_eq!(ask(&model, &Memory::default(), &[Reclaim::default()]), NONE, "{why}");
-            assert!(model.vms[0].zeros_stay.contains(why), "{}", model.vms[0].zeros_stay);
-        };
         let with = |change: fn(&mut VmSample)| {
             let mut vm = vm(1);
             change(&mut vm);
             vm
         };
-        refused(ON, with(|v| v.agent = Some(AgentSample::default())), "agent");
-        refused(ON, with(|v| v.pinned = Some("a VFIO device".into())), "VFIO");
-        refused(ON, with(|v| v.run = Some(RunState::Migrating)), "migrated");
-        refused(ON, with(|v| v.run = None), "run state is not known");
-        refused(ON, with(|v| v.link = Link::Down("gone".into())), "gone");
-        refused(&format!("{ON}[vm.vm1]\nzeros = false\n"), vm(1), "zeros = false");
-        refused(&format!("{ON}[vm.vm1]\nmanage = false\n"), vm(1), "manage = false");
-        let steered = "[merge]\nmode = \"on\"\nzeros = true\n";
         let open = |open| {
-            let mut vm = vm(1);
-            vm.merge = Some(MergeSample { open, ..MergeSample::default() });
-            vm
+            let merge = Some(MergeSample { open, ..MergeSample::default() });
+            VmSample { merge, ..vm(1) }
         };
-        refused(steered, open(Some(true)), "open to KSM");
-        refused(steered, open(None), "not looked at");
+        let steered = "[merge]\nmode = \"on\"\nzeros = true\n";
+        let off = |key: &str| format!("{ON}[vm.vm1]\n{key} = false\n");
+        for (config, vm, why) in [
+            (ON, with(|v| v.agent = Some(AgentSample::default())), "agent"),
+            (ON, with(|v| v.pinned = Some("a VFIO device".into())), "VFIO"),
+            (ON, with(|v| v.run = Some(RunState::Migrating)), "migrated"),
+            (ON, with(|v| v.run = None), "run state is not known"),
+            (ON, with(|v| v.link = Link::Down("gone".into())), "gone"),
+            (&*off("zeros"), vm(1), "zeros = false"),
+            (&*off("manage"), vm(1), "manage = false"),
+            (steered, open(Some(true)), "open to KSM"),
+            (steered, open(None), "not looked at"),
+        ] {
+            let model = model(config, Pressure::Critical, vec![vm]);
+            assert_eq!(ask(&model, &Memory::default(), &[]), NONE, "{why}");
+            assert_eq!(ask(&model, &Memory::default(), &[Reclaim::default()]), NONE, "{why}");
+            assert!(model.vms[0].zeros_stay.contains(why), "{}", model.vms[0].zeros_stay);
+        }
         // Out of KSM is whom it is for; and nobody steers KSM where merging is off.
         assert_eq!(orders(steered, Pressure::Soft, vec![open(Some(false))]), [1]);
         assert_eq!(orders(ON, Pressure::Soft, vec![open(Some(true))]), [1]);

@@ -66,4 +66,11 @@ impl AgentSample {
     pub fn is_ready(&self) -> bool {
         self.link == Link::Up && self.state == AgentState::Ready
     }
+
+    /// One whose map shows so many MiB that the host holds.
+    #[cfg(test)]
+    pub fn ready(held: u64) -> AgentSample {
+        let (held, state) = (Some(Bytes::mib(held)), AgentState::Ready);
+        AgentSample { link: Link::Up, state, held, ..AgentSample::default() }
+    }
 }

@@ -124,6 +124,13 @@ pub struct HandsOff {
 }
 
 impl VmSample {
+    /// One that runs, and whose QEMU answers.
+    #[cfg(test)]
+    pub fn running(pid: u32, name: &str) -> VmSample {
+        let (link, run) = (Link::Up, Some(RunState::Running));
+        VmSample { id: VmId { pid, start: 1 }, name: name.into(), link, run, ..Default::default() }
+    }
+
     /// Whether it runs, as far as is known: it is not paused, and not migrated or saved.
     pub fn may_run(&self) -> bool {
         matches!(self.run, None | Some(RunState::Running))

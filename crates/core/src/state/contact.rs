@@ -161,15 +161,9 @@ mod tests {
 
     #[test]
     fn a_silence_that_most_share_is_held_against_none() {
-        assert_eq!(
-            [left_alone(1, 4), left_alone(2, 4), left_alone(3, 4), left_alone(4, 4)],
-            [1, 2, 0, 0]
-        );
-        assert_eq!(
-            [left_alone(1, 1), left_alone(2, 2), left_alone(2, 3)],
-            [1, 2, 2],
-            "too few to tell"
-        );
+        assert_eq!([1, 2, 3, 4].map(|missed| left_alone(missed, 4)), [1, 2, 0, 0]);
+        let few = [(1, 1), (2, 2), (2, 3)].map(|(missed, all)| left_alone(missed, all));
+        assert_eq!(few, [1, 2, 2], "too few to tell");
         let mut three = [Contact::default(); 3];
         for s in 0..40u64 {
             for (i, r) in three.iter_mut().enumerate() {
@@ -179,7 +173,7 @@ mod tests {
         }
         let left = three.map(|r| r.left_ms(Stamp(40_000)).is_some());
         assert_eq!(left, [true, false, false], "the first is silent by itself for 15 s more");
-        let mut new = [Contact::default(), Contact::default(), Contact::default()];
+        let mut new = [Contact::default(); 3];
         compare(&mut new.iter_mut().collect::<Vec<_>>());
         assert!(new.iter().all(|r| !r.shared), "none has spoken");
     }

@@ -69,11 +69,8 @@ mod tests {
         for (s, mib) in needs {
             r.see(Stamp(s * 1000), Bytes::mib(mib));
         }
-        let peak = |s: u64| r.peak(Stamp(50_000), s * 1000).0 >> 20;
-        assert_eq!(
-            [peak(0), peak(9), peak(10), peak(29), peak(30), peak(49), peak(50)],
-            [100, 100, 300, 300, 600, 600, 900]
-        );
+        let peaks = [0, 9, 10, 29, 30, 49, 50].map(|s| r.peak(Stamp(50_000), s * 1000).0 >> 20);
+        assert_eq!(peaks, [100, 100, 300, 300, 600, 600, 900]);
         let mut long = r.clone();
         long.see(Stamp(LIFE_MS + 45_000), Bytes::mib(50));
         assert_eq!(long.peak(Stamp(LIFE_MS + 45_000), u64::MAX), Bytes::mib(100));

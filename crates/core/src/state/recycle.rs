@@ -211,12 +211,8 @@ mod tests {
     use crate::wire::Counters;
 
     fn look(m: &mut RecycleMemory, at_s: u64, resident: u64, recycled: u64, busy: bool) {
-        let agent = AgentSample {
-            state: AgentState::Ready,
-            counters: Counters { recycled: Bytes::mib(recycled), ..Counters::default() },
-            busy,
-            ..AgentSample::default()
-        };
+        let counters = Counters { recycled: Bytes::mib(recycled), ..Counters::default() };
+        let agent = AgentSample { counters, busy, ..AgentSample::ready(0) };
         m.observe(Stamp(at_s * 1000), &agent, Bytes::mib(resident));
     }
 
@@ -268,8 +264,7 @@ mod tests {
         let mut m = RecycleMemory::default();
         let mut see = |at_s: u64, allocated: Option<u64>| {
             let allocated = allocated.map(Bytes::mib);
-            let agent =
-                AgentSample { state: AgentState::Ready, allocated, ..AgentSample::default() };
+            let agent = AgentSample { allocated, ..AgentSample::ready(0) };
             m.observe(Stamp(at_s * 1000), &agent, Bytes::mib(100));
             m.alloc_rate as u64 >> 20
         };
@@ -280,12 +275,8 @@ mod tests {
 
     /// An order that brought `brought` MiB, after which `held` MiB are free and held.
     fn order(m: &mut RecycleMemory, state: Pressure, part: bool, (brought, held): (u64, u64)) {
-        carried_out(
-            m,
-            RecycleOrdered { state, part, ..RecycleOrdered::default() },
-            (brought, held),
-            false,
-        );
+        let order = RecycleOrdered { state, part, ..RecycleOrdered::default() };
+        carried_out(m, order, (brought, held), false);
     }
 
     /// The same; `more`: the agent did not come to the end of its map.
@@ -301,8 +292,7 @@ mod tests {
         let expected = m.to_come(order.state, Bytes::mib(1000));
         m.ordered = Some(RecycleOrdered { expected, ..order });
         let counters = Counters { recycled, ..Counters::default() };
-        let (state, held) = (AgentState::Ready, Some(Bytes::mib(held)));
-        let agent = AgentSample { state, counters, held, more, ..AgentSample::default() };
+        let agent = AgentSample { counters, more, ..AgentSample::ready(held) };
         m.observe(at, &agent, Bytes::gib(2));
     }
 
@@ -317,15 +307,9 @@ mod tests {
         assert_eq!([Pressure::Clear, Pressure::Soft].map(|s| to_come(&m, s)), [600; 2]);
         assert_eq!([Pressure::Hard, Pressure::Critical].map(|s| to_come(&m, s)), [1000; 2]);
         // The guest has used a part of it since.
-        let agent = AgentSample {
-            state: AgentState::Ready,
-            held: Some(Bytes::mib(100)),
-            ..AgentSample::default()
-        };
-        m.observe(Stamp(9000), &agent, Bytes::gib(2));
+        m.observe(Stamp(9000), &AgentSample::ready(100), Bytes::gib(2));
         assert_eq!(to_come(&m, Pressure::Soft), 900);
-        let lost = AgentSample::default();
-        m.observe(Stamp(9100), &lost, Bytes::gib(2));
+        m.observe(Stamp(9100), &AgentSample::default(), Bytes::gib(2));
         assert_eq!(to_come(&m, Pressure::Soft), 1000, "another map");
     }
 
@@ -340,11 +324,8 @@ mod tests {
         };
         assert_eq!((left(None, 300, true), left(Some(900), 300, true)), (None, None));
         assert_eq!(left(None, 300, false), Some(700), "it has seen all of the map");
-        assert_eq!(
-            left(Some(301), 300, true),
-            Some(700),
-            "as much as was wanted: the rest is slack"
-        );
+        let wanted = left(Some(301), 300, true);
+        assert_eq!(wanted, Some(700), "as much as was wanted: the rest is slack");
         assert_eq!(left(None, 3, true), Some(997), "no time was lacking for so little");
     }
 

@@ -27,8 +27,6 @@ pub struct Guest {
     /// Bytes a second that the balloon moves, and that processes touch.
     pub speed: u64,
     pub touch: u64,
-    /// Orders to it fail.
-    pub fails: bool,
     /// It does not run any more, and its balloon does not move.
     pub hangs: bool,
     pub cgroup: Option<String>,
@@ -48,11 +46,16 @@ impl Guest {
             resident: ram,
             speed: 1 << 30,
             touch: 4 << 30,
-            fails: false,
             hangs: false,
             cgroup: None,
             nodes: Vec::new(),
         }
+    }
+
+    /// One of so many MiB that uses `used`, of which the host holds `resident`.
+    pub fn small(ram: u64, used: u64, resident: u64) -> Guest {
+        let [ram, used, resident] = [ram, used, resident].map(Bytes::mib);
+        Guest { ram, actual: ram, target: ram, used, wanted: used, resident, ..Guest::new(1, 1) }
     }
 
     /// The same in this cgroup.
@@ -176,26 +179,15 @@ impl Host for Toy {
     }
 
     fn read(&mut self, _owed: &[VmId]) -> Sample {
-        let memory =
-            Meminfo { total: self.total, available: self.available(), ..Meminfo::default() };
-        let sample = Sample {
-            at: Stamp(self.now),
-            wall_ms: self.now,
-            host: HostSample {
-                memory: Some(memory),
-                other_limits: self
-                    .limits
-                    .iter()
-                    .map(|l| LimitSample { usage: l.usage + self.held(l), ..l.clone() })
-                    .collect(),
-                ..HostSample::default()
-            },
-            vms: (0..self.guests.len()).map(|i| self.vm(i)).collect(),
-            ended: Vec::new(),
-            problems: Vec::new(),
-        };
+        let (total, available) = (self.total, self.available());
+        let memory = Some(Meminfo { total, available, ..Meminfo::default() });
+        let limit = |l: &LimitSample| LimitSample { usage: l.usage + self.held(l), ..l.clone() };
+        let other_limits = self.limits.iter().map(limit).collect();
+        let host = HostSample { memory, other_limits, ..HostSample::default() };
+        let vms = (0..self.guests.len()).map(|i| self.vm(i)).collect();
+        let (at, wall_ms) = (Stamp(self.now), self.now);
         self.now += self.look_ms;
-        sample
+        Sample { at, wall_ms, host, vms, ..Sample::default() }
     }
 
     fn remember(&mut self, _owned: &Owned) -> Result<(), String> {
@@ -204,12 +196,8 @@ impl Host for Toy {
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
         let mut one = |a: &Action| {
-            let g = &mut self.guests[a.vm.pid as usize - 1];
-            let error = g.fails.then(|| "QEMU refused".to_string());
-            if error.is_none() {
-                g.target = a.to;
-            }
-            Outcome { vm: a.vm, error, ..Outcome::default() }
+            self.guests[a.vm.pid as usize - 1].target = a.to;
+            Outcome { vm: a.vm, ..Outcome::default() }
         };
         actions.iter().map(&mut one).collect()
     }

@@ -215,15 +215,28 @@ mod tests {
     use ebb_core::sample::{AgentSample, HostSample, Link, VmSample};
     use ebb_core::units::Bytes;
     use ebb_core::wire::AgentState;
+    use ebb_host::probe::qemu::QemuProcess;
 
     use super::*;
     use crate::view::Vm;
 
-    pub(super) fn said(vm: &Vm) -> String {
-        vm_checks(vm, None)
-            .iter()
-            .map(|c| format!("{}: {}: {}\n", c.what, c.found, c.advice))
-            .collect()
+    pub(super) fn said(vm: &Vm, process: Option<&QemuProcess>) -> String {
+        let line = |c: Check| format!("{}: {}: {}\n", c.what, c.found, c.advice);
+        vm_checks(vm, process).into_iter().map(line).collect()
+    }
+
+    /// A tree of files that stands for `/`, for as long as the directory is kept.
+    pub(super) fn tree() -> (tempfile::TempDir, Root) {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Root::at(dir.path());
+        (dir, root)
+    }
+
+    /// Writes a file of a tree, and makes the directories above it.
+    pub(super) fn put(root: &Root, file: &str, text: &str) {
+        let path = root.path(file);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
     }
 
     /// A VM whose balloon has this.
@@ -245,7 +258,7 @@ mod tests {
 
     #[test]
     fn that_deflate_on_oom_is_off_is_said() {
-        let text = |deflate_on_oom| said(&Vm { deflate_on_oom, ..ballooned(true, None) });
+        let text = |deflate_on_oom| said(&Vm { deflate_on_oom, ..ballooned(true, None) }, None);
         assert!(text(Some(false)).contains("deflate-on-oom: off"), "{}", text(Some(false)));
         assert!(!text(Some(true)).contains("deflate-on-oom: off"));
         assert!(!text(None).contains("deflate-on-oom: off"), "not known is not off");

@@ -214,24 +214,13 @@ fn text(l: &Moment) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recorder::{Head, Recorder};
-    use ebb_core::state::Memory;
+    use ebb_sim::Setup;
     use ebb_sim::scenario::crowd;
-    use ebb_sim::{World, run};
 
     fn record() -> Vec<u8> {
-        let mut setup = crowd(6, Bytes::gib(2), Bytes::gib(6), 1, 0);
-        setup.run_ms = 200_000;
-        let config = setup.config();
-        let mut world = World::new(&setup);
-        let mut engine = Engine::new(config.clone(), false);
-        let mut recorder = Recorder::default();
-        recorder.head(&Head::new(&config, &Memory::default()));
-        run(&mut engine, &mut world, |_, tick, _| {
-            recorder.tick(tick.sample.at, &recorder::line(tick));
-            true
-        });
-        recorder.record().unpacked()
+        let crowd = crowd(6, Bytes::gib(2), Bytes::gib(6), 1, 0);
+        let config = crowd.config();
+        recorder::tests::recorded(&Setup { run_ms: 200_000, ..crowd }, config)
     }
 
     #[test]
@@ -264,17 +253,9 @@ mod tests {
         let at = clock(shrank.wall_ms);
         let told = moments(&all, Window::parse(&at).unwrap());
         let said: String = told.iter().map(text).collect();
-        for part in [
-            "→",
-            "rule      ",
-            " GiB idle",
-            "host      ",
-            "left under host",
-            "guest     size",
-            "needs",
-            "result",
-            "later its size was",
-        ] {
+        let parts = ["→", "rule      ", " GiB idle", "host      ", "left under host"];
+        let more = ["guest     size", "needs", "result", "later its size was"];
+        for part in parts.into_iter().chain(more) {
             assert!(said.contains(part), "{part} is missing in {said}");
         }
     }
@@ -287,11 +268,8 @@ mod tests {
         let told = moments(&all, Window(start, start + 500));
         assert_eq!(told.len(), 1);
         assert!(text(&told[0]).contains("stays at"), "{}", text(&told[0]));
-        assert!(
-            nothing("vm0001", "12:03", &all).contains("from 00:16:40Z"),
-            "{}",
-            nothing("vm0001", "12:03", &all)
-        );
+        let said = nothing("vm0001", "12:03", &all);
+        assert!(said.contains("from 00:16:40Z"), "{said}");
         assert!(nothing("x", "12:03", &[]).contains("does not have a VM “x”"));
     }
 

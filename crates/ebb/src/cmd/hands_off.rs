@@ -60,8 +60,8 @@ fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<
         let Some(vm) = state.vms.iter().find(|vm| vm.name == name) else {
             bail!("{name}: it has ended, or is called otherwise now: see `ebb status`");
         };
-        // A tick that began before the request came says nothing.
-        if state.tick > tick && done(vm) {
+        // A tick that began before the request came says nothing. A reload counts ticks anew.
+        if state.tick != tick && done(vm) {
             return Ok(true);
         }
     }

@@ -98,10 +98,13 @@ fn fresh(socket: &str) -> Result<State> {
     let until = Instant::now() + PATIENCE;
     loop {
         let state: State = daemon_client::get_json(socket, "/v1/state")?;
-        if state.tick > old.tick + 1 || state.tick > old.tick && Instant::now() > until {
+        let late = Instant::now() > until;
+        // A reload counts ticks anew.
+        let reloaded = state.tick < old.tick;
+        if reloaded || state.tick > old.tick + 1 || state.tick > old.tick && late {
             return Ok(state);
         }
-        if Instant::now() > until {
+        if late {
             bail!("the daemon has not finished a tick in {} s", PATIENCE.as_secs());
         }
         // The first tick may have begun before: a second one is asked for.

@@ -86,29 +86,13 @@ fn decide_again(input: impl std::io::BufRead) -> Result<Replay> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recorder::{Head, Recorder};
     use ebb_core::config::Config;
-    use ebb_core::state::Memory;
-    use ebb_core::tick::Engine;
     use ebb_core::units::Bytes;
-    use ebb_sim::{Setup, World, run, scenario};
+    use ebb_sim::{Setup, scenario};
 
     fn recorded() -> Vec<u8> {
         let crowd = scenario::crowd(12, Bytes::gib(2), Bytes::gib(12), 1, 4);
-        let config = Config::default();
-        let mut world = World::new(&Setup { run_ms: 200_000, ..crowd });
-        let mut engine = Engine::new(config.clone(), false);
-        let mut recorder = Recorder::default();
-        let mut before = Memory::default();
-        run(&mut engine, &mut world, |engine, tick, _| {
-            if recorder.wants_head() {
-                recorder.head(&Head::new(&config, &before));
-            }
-            recorder.tick(tick.sample.at, &recorder::line(tick));
-            before = engine.memory.clone();
-            true
-        });
-        recorder.record().unpacked()
+        recorder::tests::recorded(&Setup { run_ms: 200_000, ..crowd }, Config::default())
     }
 
     #[test]

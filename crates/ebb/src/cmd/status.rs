@@ -191,15 +191,10 @@ mod tests {
             problems: (0..n).map(problem).collect(),
             ..State::default()
         };
-        assert!(
-            text(&state(1)).ends_with("\nvm0: qmp guest-stats: claims\n"),
-            "{}",
-            text(&state(1))
-        );
-        assert!(
-            text(&state(12))
-                .ends_with("vm9: qmp guest-stats: claims\nand 2 more (`ebb status --json`)\n")
-        );
+        let end = "\nvm0: qmp guest-stats: claims\n";
+        assert!(text(&state(1)).ends_with(end), "{}", text(&state(1)));
+        let end = "vm9: qmp guest-stats: claims\nand 2 more (`ebb status --json`)\n";
+        assert!(text(&state(12)).ends_with(end));
     }
 
     #[test]

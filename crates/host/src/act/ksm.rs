@@ -306,16 +306,27 @@ pub fn unmerge(root: &Root) -> Result<Bytes, KsmError> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::testing::{self, Tree};
 
     /// A tree with these knobs; what stands for sysfs keeps what is written.
-    pub(in crate::act) fn tree(knobs: &[(&str, &str)]) -> (tempfile::TempDir, Root) {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        fs::create_dir_all(root.path(DIR)).unwrap();
-        for (name, value) in knobs {
-            fs::write(root.path(format!("{DIR}/{name}")), format!("{value}\n")).unwrap();
-        }
-        (dir, root)
+    pub(in crate::act) fn tree(knobs: &[(&str, &str)]) -> Tree {
+        let root = testing::tree(&[]);
+        let put =
+            |(name, value): &(&str, &str)| root.put(format!("{DIR}/{name}"), format!("{value}\n"));
+        knobs.iter().for_each(put);
+        root
+    }
+
+    fn note(root: &Root) -> PathBuf {
+        root.path("/ebb/ksm.json")
+    }
+
+    fn take(root: &Root) -> KsmOwner {
+        KsmOwner::take(root.clone(), &note(root), KsmSettings::default()).unwrap()
+    }
+
+    fn recover(root: &Root) -> Result<bool, KsmError> {
+        KsmOwner::recover(root.clone(), &note(root))
     }
 
     pub(in crate::act) fn knob(root: &Root, knob: &str) -> String {
@@ -343,25 +354,24 @@ pub(super) mod tests {
 
     #[test]
     fn what_another_ebb_steers_is_not_put_back() {
-        let (dir, root) = tree(&USUAL);
-        let note = dir.path().join("ebb/ksm.json");
-        let owner = KsmOwner::take(root.clone(), &note, KsmSettings::default()).unwrap();
+        let root = tree(&USUAL);
+        let owner = take(&root);
         owner.apply(&order(100)).unwrap();
-        let refused = KsmOwner::recover(root.clone(), &note).unwrap_err();
+        let refused = recover(&root).unwrap_err();
         assert!(matches!(refused, KsmError::Used { .. }), "{refused}");
-        assert_eq!((knob(&root, "pages_to_scan").as_str(), note.exists()), ("100", true));
+        let state = || (knob(&root, "pages_to_scan"), note(&root).exists());
+        assert_eq!(state(), ("100".into(), true));
         // It has crashed.
         drop(owner);
-        assert!(KsmOwner::recover(root.clone(), &note).unwrap());
-        assert_eq!((knob(&root, "pages_to_scan").as_str(), note.exists()), ("4000", false));
+        assert!(recover(&root).unwrap());
+        assert_eq!(state(), ("4000".into(), false));
     }
 
     #[test]
     fn what_was_set_is_put_back_and_nothing_is_left() {
-        let (dir, root) = tree(&USUAL);
-        let state = dir.path().join("ebb/ksm.json");
+        let root = tree(&USUAL);
         let before = values(&root);
-        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
+        let owner = take(&root);
         assert_eq!(values(&root), before, "taking changes nothing");
         owner.apply(&order(1500)).unwrap();
         assert_eq!(values(&root), ["1", "[none] scan-time", "1500", "20", "0", "1"]);
@@ -370,58 +380,45 @@ pub(super) mod tests {
         owner.release().unwrap();
         // The fixture keeps plain words where sysfs marks the chosen one.
         assert_eq!(values(&root)[2..], before[2..]);
-        assert_eq!((values(&root)[0].as_str(), state.exists()), ("1", false));
+        assert_eq!((values(&root)[0].as_str(), note(&root).exists()), ("1", false));
     }
 
     #[test]
     fn after_a_crash_the_first_values_come_back_not_ours() {
-        let (dir, root) = tree(&USUAL);
-        let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
-        owner.apply(&order(9)).unwrap();
-        drop(owner);
-        let second = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
-        second.apply(&order(10)).unwrap();
-        drop(second);
-        assert!(KsmOwner::recover(root.clone(), &state).unwrap());
+        let root = tree(&USUAL);
+        for batch in [9, 10] {
+            take(&root).apply(&order(batch)).unwrap();
+        }
+        assert!(recover(&root).unwrap());
         assert_eq!(values(&root)[2..], ["4000", "200", "1", "0"]);
-        assert!(!KsmOwner::recover(root, &state).unwrap(), "nothing is left to do");
+        assert!(!recover(&root).unwrap(), "nothing is left to do");
     }
 
     #[test]
     fn old_kernels_lack_knobs_and_a_kernel_without_ksm_is_told() {
-        let (dir, root) =
-            tree(&[("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20")]);
-        let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
-        assert_eq!(
-            owner.saved.keys().collect::<Vec<_>>(),
-            ["pages_to_scan", "run", "sleep_millisecs"]
-        );
+        let root = tree(&[("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20")]);
+        let owner = take(&root);
+        assert!(owner.saved.keys().eq(["pages_to_scan", "run", "sleep_millisecs"]));
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "7", "20"]);
         owner.release().unwrap();
         assert_eq!(values(&root), ["0", "100", "20"]);
-        let (dir, root) = tree(&[]);
-        let none = KsmOwner::take(root, &dir.path().join("s"), KsmSettings::default()).unwrap_err();
+        let root = tree(&[]);
+        root.dir(DIR);
+        let none = KsmOwner::take(root.clone(), &note(&root), KsmSettings::default()).unwrap_err();
         assert!(matches!(none, KsmError::None), "{none}");
     }
 
     #[test]
     fn an_operators_advisor_keeps_the_speed() {
-        let (dir, root) =
+        let root =
             tree(&[("run", "0"), ("advisor_mode", "none [scan-time]"), ("pages_to_scan", "500")]);
-        let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(
-            root.clone(),
-            &state,
-            KsmSettings { keep_advisor: true, ..KsmSettings::default() },
-        )
-        .unwrap();
+        let settings = KsmSettings { keep_advisor: true, ..KsmSettings::default() };
+        let owner = KsmOwner::take(root.clone(), &note(&root), settings).unwrap();
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "none [scan-time]", "500"]);
         owner.release().unwrap();
-        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
+        let owner = take(&root);
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "none", "7"]);
         owner.release().unwrap();
@@ -430,9 +427,8 @@ pub(super) mod tests {
 
     #[test]
     fn broken_merges_are_not_broken_again_by_putting_back() {
-        let (dir, root) = tree(&[("run", "2")]);
-        let state = dir.path().join("ksm.json");
-        let owner = KsmOwner::take(root.clone(), &state, KsmSettings::default()).unwrap();
+        let root = tree(&[("run", "2")]);
+        let owner = take(&root);
         owner.apply(&order(7)).unwrap();
         owner.release().unwrap();
         assert_eq!(values(&root), ["0"]);
@@ -440,26 +436,22 @@ pub(super) mod tests {
 
     #[test]
     fn a_damaged_note_is_told_and_stays() {
-        let (dir, root) = tree(&USUAL);
-        let state = dir.path().join("ksm.json");
+        let root = tree(&USUAL);
         for text in ["{", "{}", "[]"] {
-            fs::write(&state, text).unwrap();
-            let error = KsmOwner::take(root.clone(), &state, KsmSettings::default())
-                .unwrap_err()
-                .to_string();
+            root.put("/ebb/ksm.json", text);
+            let taken = KsmOwner::take(root.clone(), &note(&root), KsmSettings::default());
+            let error = taken.unwrap_err().to_string();
             assert!(error.contains("is damaged") && error.contains("remove the file"), "{error}");
-            assert!(state.exists());
+            assert!(note(&root).exists());
         }
     }
 
     #[test]
     fn merges_are_broken_only_where_there_is_room() {
-        let (_dir, root) =
-            tree(&[("run", "1"), ("pages_sharing", "100000"), ("ksm_zero_pages", "5")]);
+        let root = tree(&[("run", "1"), ("pages_sharing", "100000"), ("ksm_zero_pages", "5")]);
         let meminfo = |kib: u64| {
             let text = format!("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\n");
-            fs::create_dir_all(root.path("/proc")).unwrap();
-            fs::write(root.path("/proc/meminfo"), text).unwrap();
+            root.put("/proc/meminfo", text);
         };
         meminfo(600_000);
         let error = unmerge(&root).unwrap_err();
@@ -496,29 +488,19 @@ pub(super) mod tests {
 
     #[test]
     fn khugepaged_is_held_only_where_that_is_wanted_and_let_go_again() {
-        let (dir, root) = tree(&[("run", "0"), ("pages_to_scan", "100"), ("smart_scan", "1")]);
-        let huge = root.path("/sys/kernel/mm/transparent_hugepage/khugepaged");
-        fs::create_dir_all(&huge).unwrap();
-        let write = |knob: &str, value: &str| fs::write(huge.join(knob), value).unwrap();
+        let root = tree(&[("run", "0"), ("pages_to_scan", "100"), ("smart_scan", "1")]);
+        let knob = |name: &str| format!("/sys/kernel/mm/transparent_hugepage/khugepaged/{name}");
         let set = || {
-            let read = |knob| fs::read_to_string(huge.join(knob)).unwrap().trim().to_string();
+            let read = |name| root.read(knob(name)).unwrap().unwrap().trim().to_string();
             (read("max_ptes_shared"), read("max_ptes_none"))
         };
         let were = ("256".to_string(), "511".to_string());
-        write("max_ptes_shared", "256\n");
-        write("max_ptes_none", "511\n");
-        let state = dir.path().join("ksm.json");
-        let run = KsmdOrder::Run {
-            batch: 9,
-            sleep_ms: 9,
-            cores: 0.1,
-            scans: u64::MAX,
-            why: String::new(),
-        };
+        root.put(knob("max_ptes_shared"), "256\n");
+        root.put(knob("max_ptes_none"), "511\n");
         let take = |hold_khugepaged| {
             let settings = KsmSettings { hold_khugepaged, ..KsmSettings::default() };
-            let owner = KsmOwner::take(root.clone(), &state, settings).unwrap();
-            owner.apply(&run).unwrap();
+            let owner = KsmOwner::take(root.clone(), &note(&root), settings).unwrap();
+            owner.apply(&order(9)).unwrap();
             owner
         };
         // The first ends as in a crash; the next one wants more than it had taken.
@@ -530,11 +512,11 @@ pub(super) mod tests {
         // A reload with another setting.
         drop(take(false));
         assert_eq!(set(), were);
-        assert!(KsmOwner::recover(root.clone(), &state).unwrap());
+        assert!(recover(&root).unwrap());
         assert_eq!(set(), were);
         // What is not ours is not put back either.
         let owner = take(false);
-        write("max_ptes_none", "64\n");
+        root.put(knob("max_ptes_none"), "64\n");
         owner.release().unwrap();
         assert_eq!(set(), ("256".into(), "64".into()));
     }

@@ -462,94 +462,62 @@ fn candidates(scan: &Scan, one_in: u32) -> BTreeMap<VmId, Candidates> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
+    use std::fs::File;
 
     use super::super::ksm::{self, tests::knob};
     use super::*;
+    use crate::testing::{Tree, eventually, within_a_minute};
 
-    fn tree() -> (tempfile::TempDir, Root) {
-        ksm::tests::tree(&[("run", "1"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")])
+    fn scene() -> (Tree, KsmWorker) {
+        let knobs = [("run", "1"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")];
+        let (tree, wake) = (ksm::tests::tree(&knobs), Waker::new().unwrap());
+        let note = tree.path("/ksm.json");
+        let merger = KsmWorker::new(tree.clone(), note, KsmSettings::default(), wake);
+        (tree, merger)
     }
 
-    fn within<T>(mut done: impl FnMut() -> Option<T>) -> T {
-        let until = Instant::now() + Duration::from_secs(20);
-        loop {
-            if let Some(done) = done() {
-                return done;
-            }
-            assert!(Instant::now() < until, "not in 20 s");
-            std::thread::sleep(Duration::from_millis(2));
-        }
-    }
+    const REST: KsmdOrder = KsmdOrder::Rest { why: String::new() };
 
     #[test]
     fn orders_reach_the_knobs_and_release_puts_them_back() {
-        let (dir, root) = tree();
-        let note = dir.path().join("ksm.json");
-        let mut merger = KsmWorker::new(
-            root.clone(),
-            note.clone(),
-            KsmSettings::default(),
-            Waker::new().unwrap(),
-        );
-        let why = String::new();
-        merger.order(&KsmdOrder::Run {
-            batch: 500,
-            sleep_ms: 20,
-            cores: 0.1,
-            scans: u64::MAX,
-            why,
-        });
-        within(|| (knob(&root, "pages_to_scan") == "500").then_some(()));
-        assert!(note.exists(), "written down before");
+        let (root, mut merger) = scene();
+        let (batch, sleep_ms, cores, scans, why) = (500, 20, 0.1, u64::MAX, String::new());
+        merger.order(&KsmdOrder::Run { batch, sleep_ms, cores, scans, why });
+        eventually(|| knob(&root, "pages_to_scan") == "500");
+        assert!(merger.note.exists(), "written down before");
         // Somebody else sets it; the order comes again.
         merger.sent = None;
-        fs::write(root.path("/sys/kernel/mm/ksm/run"), "1").unwrap();
-        merger.order(&KsmdOrder::Rest { why: String::new() });
-        within(|| (knob(&root, "run") == "0").then_some(()));
+        root.put("/sys/kernel/mm/ksm/run", "1");
+        merger.order(&REST);
+        eventually(|| knob(&root, "run") == "0");
         merger.release(Duration::from_secs(20)).unwrap();
         assert_eq!((knob(&root, "run"), knob(&root, "pages_to_scan")), ("1".into(), "77".into()));
-        assert!(!note.exists());
+        assert!(!merger.note.exists());
     }
 
     #[test]
     fn a_vm_whose_mappings_the_kernel_does_not_tell_holds_up_no_order() {
-        let (dir, root) = tree();
+        let (root, mut merger) = scene();
         let vm = VmId { pid: 4_000_000, start: 1 };
-        let smaps = root.path("/proc/4000000/smaps");
-        fs::create_dir_all(smaps.parent().unwrap()).unwrap();
-        let (fifo, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
-        rustix::fs::mknodat(rustix::fs::CWD, &smaps, fifo, mode, 0).unwrap();
-        let mut merger = KsmWorker::new(
-            root.clone(),
-            dir.path().join("ksm.json"),
-            KsmSettings::default(),
-            Waker::new().unwrap(),
-        );
+        let smaps = root.pipe("/proc/4000000/smaps");
         merger.look(vm);
-        within(|| merger.results().look_since);
+        within_a_minute(|| merger.results().look_since);
         assert_eq!(merger.hangs_at(), None);
-        merger.order(&KsmdOrder::Rest { why: String::new() });
-        within(|| (knob(&root, "run") == "0").then_some(()));
+        merger.order(&REST);
+        eventually(|| knob(&root, "run") == "0");
         lock(&merger.results).look_since = Some((vm, Instant::now() - LOOK_HANGS));
         assert_eq!(merger.hangs_at(), Some(vm));
         drop(File::options().write(true).open(&smaps).unwrap());
-        within(|| merger.results().looks.get(&vm).cloned());
+        within_a_minute(|| merger.results().looks.get(&vm).cloned());
         assert_eq!(merger.hangs_at(), None);
     }
 
     #[test]
     fn what_cannot_be_looked_at_is_told_and_nothing_is_a_scan_too() {
-        let (dir, root) = tree();
-        let mut merger = KsmWorker::new(
-            root,
-            dir.path().join("ksm.json"),
-            KsmSettings::default(),
-            Waker::new().unwrap(),
-        );
+        let (_root, mut merger) = scene();
         let vm = VmId { pid: 4_000_000, start: 1 };
         merger.look(vm);
-        let look = within(|| merger.results().looks.get(&vm).cloned());
+        let look = within_a_minute(|| merger.results().looks.get(&vm).cloned());
         assert!(look.state.unwrap_err().contains("has ended"));
         let order = ScanOrder {
             vms: vec![(vm, "g".into())],
@@ -560,7 +528,7 @@ mod tests {
             reason: String::new(),
         };
         merger.scan(&order, |_| Some(("a".into(), None)));
-        let scan = within(|| {
+        let scan = within_a_minute(|| {
             let scan = merger.results().scan.clone();
             (scan.number == 1 && !scan.busy).then_some(scan)
         });

@@ -132,30 +132,25 @@ impl Burst {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::super::ksm::{self, tests::knob};
     use super::*;
+    use crate::testing::Tree;
 
-    fn tree() -> (tempfile::TempDir, Root) {
+    fn scene() -> (Tree, KsmdThrottle) {
         let knobs = [("run", "0"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")];
-        let (dir, root) = ksm::tests::tree(&knobs);
-        fs::create_dir_all(root.path("/proc/77")).unwrap();
-        fs::write(root.path("/proc/77/comm"), "ksmd\n").unwrap();
-        worked(&root, 5, 0, 0);
-        (dir, root)
-    }
-
-    fn set(root: &Root, knob: &str, value: &str) {
-        fs::write(root.path(format!("/sys/kernel/mm/ksm/{knob}")), value).unwrap();
+        let (tree, wake) = (ksm::tests::tree(&knobs), Waker::new().unwrap());
+        tree.put("/proc/77/comm", "ksmd\n");
+        worked(&tree, 5, 0, 0);
+        let note = tree.path("/ksm.json");
+        let keeper = KsmdThrottle::new(tree.clone(), note, KsmSettings::default(), wake);
+        (tree, keeper)
     }
 
     /// What `ksmd` has done since boot.
     fn worked(root: &Root, scans: u64, pages: u64, cpu_ms: u64) {
-        set(root, "full_scans", &scans.to_string());
-        set(root, "pages_scanned", &pages.to_string());
-        fs::write(root.path("/proc/77/schedstat"), format!("{} 0 9\n", cpu_ms * 1_000_000))
-            .unwrap();
+        root.put("/sys/kernel/mm/ksm/full_scans", scans.to_string());
+        root.put("/sys/kernel/mm/ksm/pages_scanned", pages.to_string());
+        root.put("/proc/77/schedstat", format!("{} 0 9\n", cpu_ms * 1_000_000));
     }
 
     fn run(scans: u64) -> KsmdOrder {
@@ -164,10 +159,7 @@ mod tests {
 
     #[test]
     fn ksmd_stops_at_the_scan_that_was_ordered_and_a_late_order_does_not_start_it() {
-        let (dir, root) = tree();
-        let note = dir.path().join("ksm.json");
-        let mut keeper =
-            KsmdThrottle::new(root.clone(), note, KsmSettings::default(), Waker::new().unwrap());
+        let (root, mut keeper) = scene();
         keeper.order(&run(7)).unwrap();
         assert!(keeper.pause().is_some());
         worked(&root, 6, 1000, 10);
@@ -186,10 +178,7 @@ mod tests {
 
     #[test]
     fn in_pulses_what_a_page_costs_is_known_after_a_hundred() {
-        let (dir, root) = tree();
-        let note = dir.path().join("ksm.json");
-        let mut keeper =
-            KsmdThrottle::new(root.clone(), note, KsmSettings::default(), Waker::new().unwrap());
+        let (root, mut keeper) = scene();
         let (batch, sleep_ms) = speed(0.008, 6.0);
         let order = KsmdOrder::Run { batch, sleep_ms, cores: 0.008, scans: 9, why: String::new() };
         keeper.order(&order).unwrap();
@@ -206,10 +195,7 @@ mod tests {
 
     #[test]
     fn ksmd_is_kept_to_its_share_when_pages_become_dearer() {
-        let (dir, root) = tree();
-        let note = dir.path().join("ksm.json");
-        let mut keeper =
-            KsmdThrottle::new(root.clone(), note, KsmSettings::default(), Waker::new().unwrap());
+        let (root, mut keeper) = scene();
         keeper.order(&run(u64::MAX)).unwrap();
         assert_eq!(knob(&root, "pages_to_scan"), "20000");
         keeper.keep().unwrap();

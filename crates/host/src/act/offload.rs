@@ -97,6 +97,7 @@ mod tests {
     use crate::act::background_jobs::{Background, BackgroundJobs};
     use crate::probe::process::read_stat;
     use crate::root::Root;
+    use crate::testing::within_a_minute;
 
     #[test]
     fn the_walk_goes_round_in_pieces_and_begins_again() {
@@ -134,14 +135,7 @@ mod tests {
             tasks.offload
         };
         // Its thread runs when nobody else wants to: this one must not.
-        let until = Instant::now() + Duration::from_secs(60);
-        let said = loop {
-            let sample = told(&offloader).unwrap();
-            if !sample.busy || Instant::now() > until {
-                break sample;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        };
+        let said = within_a_minute(|| told(&offloader).filter(|said| !said.busy));
         assert_eq!(said.error.as_deref(), Some("the process has ended"));
         offloader.keep(&|_| false);
         assert_eq!(told(&offloader), None);

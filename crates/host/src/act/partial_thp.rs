@@ -157,35 +157,21 @@ mod tests {
         let thp = |frame: u64| Flags(if frame / 512 == 9 { Flags::THP } else { 0 });
         let own = |n: usize| Some(9 * 512 + n as u64);
         assert_eq!(partially_mapped(block, &entries(own), thp), [], "whole");
-        assert_eq!(
-            partially_mapped(block, &entries(|n| own(n).filter(|_| n > 3)), thp),
-            [],
-            "hardly partial"
-        );
+        let most = |n: usize| own(n).filter(|_| n > 3);
+        assert_eq!(partially_mapped(block, &entries(most), thp), [], "hardly partial");
         let half = |n: usize| own(n).filter(|_| n % 2 == 1);
         let found = Partial { place: block + PAGE, frame: 9 * 512 + 1, missing: 256 };
         assert_eq!(partially_mapped(block, &entries(half), thp), [found]);
-        assert_eq!(
-            partially_mapped(block, &entries(half), |_| Flags(0)),
-            [],
-            "small pages with holes between"
-        );
-        assert_eq!(
-            partially_mapped(block, &entries(half), |_| Flags(Flags::THP | Flags::HUGETLB)),
-            []
-        );
-        assert_eq!(
-            partially_mapped(block, &entries(half), |_| Flags(Flags::THP | Flags::ZERO_PAGE)),
-            []
-        );
+        // Small pages with holes between, and huge pages of another kind.
+        for flags in [0, Flags::THP | Flags::HUGETLB, Flags::THP | Flags::ZERO_PAGE] {
+            assert_eq!(partially_mapped(block, &entries(half), |_| Flags(flags)), []);
+        }
         // The guest has used the holes again: small pages lie in them.
         let mixed = |n: usize| half(n).or(Some(1 << 20 | (n as u64 * 512)));
         assert_eq!(partially_mapped(block, &entries(mixed), thp), [found]);
         assert_eq!(partially_mapped(block, &entries(|_| None), thp), []);
-        assert_eq!(
-            partially_mapped(block, &entries(|n| half(n).map(|f| f | Entry::FILE)), thp),
-            []
-        );
+        let of_file = |n: usize| half(n).map(|frame| frame | Entry::FILE);
+        assert_eq!(partially_mapped(block, &entries(of_file), thp), []);
     }
 
     proptest! {

@@ -242,7 +242,6 @@ mod tests {
         let plugged = backends(&[(512, private), (64, private)]);
         assert!(!state(&[(512, off), (64, off), (64, on)]).is_open(Some(&plugged)));
         assert!(state(&[(512, off), (64, on), (64, on)]).is_open(Some(&plugged)));
-        // What does not fit together counts as RAM.
         assert!(state(&[(512, off), (32, on)]).is_open(Some(&plugged)));
         // What does not fit together counts as RAM, and so does what is too large for a device.
         assert!(state(&[(512, off), (1024, on)]).is_open(Some(&ram)));

@@ -252,10 +252,11 @@ mod tests {
         }
         let mut memory = Huge::new(BLOCKS);
         // Of every second huge page a twentieth is left; the others are full.
-        for (n, page) in memory.pages().enumerate() {
-            let full = n / PAGES % 2 == 1 || n % 20 == 0;
-            page.fill(if full { (n % 250) as u8 + 1 } else { 0 });
-        }
+        let content = |n: usize| {
+            let full = n / PAGES % 2 == 1 || n.is_multiple_of(20);
+            if full { (n % 250) as u8 + 1 } else { 0 }
+        };
+        memory.pages().enumerate().for_each(|(n, page)| page.fill(content(n)));
         let huge = memory.in_huge_pages();
         if huge < Bytes::mib(60) {
             return eprintln!("not tried: only {huge} in huge pages");
@@ -295,8 +296,7 @@ mod tests {
         // Who holds no zeros is not split.
         assert!(whole >= Bytes::mib(30), "{whole}");
         for (n, page) in memory.pages().enumerate() {
-            let full = n / PAGES % 2 == 1 || n % 20 == 0;
-            let want = if full { (n % 250) as u8 + 1 } else { 0 };
+            let want = content(n);
             assert!(page.iter().all(|b| *b == want), "page {n}");
         }
     }

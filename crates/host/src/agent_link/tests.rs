@@ -1,53 +1,53 @@
 //! One link against an agent that a test plays.
 
-use std::io::{IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::thread::JoinHandle;
 
 use ebb_core::plan::RecycleOrder;
-use ebb_core::wire::{
-    Answer, Hello, Lines, PROTOCOL, Refusal, Refused, Reply, ReplyResult, Request,
-};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use ebb_core::wire::{Answer, Lines, Refusal, Refused, Request};
 
 use super::*;
+use crate::testing::{agent, eventually, socket};
 
 /// A peer that says hello and tells what came with `attach`, how many descriptors, and
 /// its socket.
 fn peer(socket: UnixStream, wants_descriptor: bool) -> (Attach, usize, UnixStream) {
-    let (mut lines, mut descriptors) = (Lines::default(), 0);
-    loop {
-        let mut buffer = [0u8; 4096];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut parts = [IoSliceMut::new(&mut buffer)];
-        let got = recvmsg(&socket, &mut parts, &mut control, RecvFlags::empty()).unwrap();
-        assert!(got.bytes > 0, "the daemon hung up");
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = message {
-                descriptors += fds.count();
-            }
+    let mut handed = None;
+    agent(&socket, wants_descriptor, |command, descriptors| match command {
+        Command::Attach(attach) => {
+            handed = Some((attach, descriptors));
+            None
         }
-        let mut requests = Vec::new();
-        lines.feed(&buffer[..got.bytes], |l| requests.push(Request::parse(l).unwrap())).unwrap();
-        for request in requests {
-            let answer = match request.command {
-                Command::Hello => Answer::Hello(Hello {
-                    protocol: PROTOCOL,
-                    version: "0".into(),
-                    pid: std::process::id(),
-                    kernel: Default::default(),
-                    advises: false,
-                    hashes: false,
-                    wants_descriptor,
-                }),
-                Command::Attach(attach) => return (attach, descriptors, socket),
-                _ => Answer::Done,
-            };
-            let reply = Reply { id: request.id, result: ReplyResult::Ok(answer) };
-            (&socket).write_all(&reply.line()).unwrap();
-        }
-    }
+        _ => Some(Answer::Done),
+    });
+    let (attach, descriptors) = handed.expect("the daemon hung up");
+    (attach, descriptors, socket)
+}
+
+/// A link to such a peer.
+fn linked(wants_descriptor: bool) -> (AgentLink, JoinHandle<(Attach, usize, UnixStream)>) {
+    let (dir, listener, path) = socket();
+    let serve = move || {
+        let socket = listener.accept().unwrap().0;
+        drop(dir);
+        peer(socket, wants_descriptor)
+    };
+    (AgentLink::new(path, std::process::id()), std::thread::spawn(serve))
+}
+
+/// A tick of a VM that runs.
+fn ask(link: &mut AgentLink, findings: Option<&Findings>) {
+    link.ask(Instant::now(), Some(&RunState::Running), &[], Terms::default(), findings);
+}
+
+/// Ticks until it has handed its RAM over, with that against it.
+fn hands_over<T>(link: &mut AgentLink, peer: JoinHandle<T>, objections: &[&str]) -> T {
+    eventually(|| {
+        ask(link, Some(&findings(objections)));
+        peer.is_finished()
+    });
+    peer.join().unwrap()
 }
 
 fn findings(objections: &[&str]) -> Findings {
@@ -61,18 +61,8 @@ fn findings(objections: &[&str]) -> Findings {
 
 /// What an agent that is so is handed, with that against it.
 fn handed(wants_descriptor: bool, objections: &[&str]) -> (Attach, usize) {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("agent");
-    let listener = UnixListener::bind(&path).unwrap();
-    let serve = move || peer(listener.accept().unwrap().0, wants_descriptor);
-    let thread = std::thread::spawn(serve);
-    let mut link = AgentLink::new(path, std::process::id());
-    let (run, findings) = (RunState::Running, findings(objections));
-    while !thread.is_finished() {
-        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&findings));
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let (attach, descriptors, _) = thread.join().unwrap();
+    let (mut link, peer) = linked(wants_descriptor);
+    let (attach, descriptors, _) = hands_over(&mut link, peer, objections);
     (attach, descriptors)
 }
 
@@ -93,26 +83,16 @@ fn a_descriptor_goes_to_who_asks_for_it_and_may_work() {
 
 #[test]
 fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("agent");
-    let listener = UnixListener::bind(&path).unwrap();
-    let thread = std::thread::spawn(move || peer(listener.accept().unwrap().0, false));
-    let mut link = AgentLink::new(path, std::process::id());
-    let run = RunState::Running;
+    let (mut link, peer) = linked(false);
     for _ in 0..100 {
-        link.ask(Instant::now(), Some(&run), &[], Terms::default(), None);
+        ask(&mut link, None);
         std::thread::sleep(Duration::from_millis(1));
     }
-    assert!(!thread.is_finished() && link.stage == Stage::Met);
-    let told = findings(&[]);
+    assert!(!peer.is_finished() && link.stage == Stage::Met);
     let waits = Terms { waits: true, ..Terms::default() };
-    link.ask(Instant::now(), Some(&run), &[], waits, Some(&told));
+    link.ask(Instant::now(), Some(&RunState::Running), &[], waits, Some(&findings(&[])));
     assert_eq!(link.stage, Stage::Met, "another one may be breaking merges");
-    while !thread.is_finished() {
-        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let _open = thread.join().unwrap();
+    let _open = hands_over(&mut link, peer, &[]);
     // Attached, and QEMU has not told anything for long.
     link.stage = Stage::Attached;
     (link.known_at, link.known_now) = (Some(Instant::now() - VERDICT_OLD), true);
@@ -135,10 +115,8 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
     link.known_now = true;
     link.send_waiting();
     // The map is copied after pages were given back by the copy before.
-    assert_eq!(
-        (sent(&link), link.awaits_findings()),
-        (vec![RequestKind::Recycle, RequestKind::Other], false)
-    );
+    assert_eq!(sent(&link), [RequestKind::Recycle, RequestKind::Other]);
+    assert!(!link.awaits_findings());
     link.order(&order(None, true));
     assert_eq!(sent(&link), [RequestKind::Recycle, RequestKind::Other, RequestKind::Other]);
     let since = Instant::now() - VERDICT_OLD;
@@ -158,9 +136,7 @@ fn without_qemus_word_nothing_is_handed_over_and_nothing_recycled() {
 
 #[test]
 fn an_agent_whose_connection_was_lost_has_left_only_when_it_says_so() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("agent");
-    let listener = UnixListener::bind(&path).unwrap();
+    let (_dir, listener, path) = socket();
     let mut link = AgentLink::new(path, std::process::id());
     link.connect(Instant::now());
     link.stage = Stage::Attached;
@@ -173,13 +149,11 @@ fn an_agent_whose_connection_was_lost_has_left_only_when_it_says_so() {
     // It answers again, and is told to give up what it has protected.
     let socket = listener.accept().unwrap().0;
     let thread = std::thread::spawn(move || peer(socket, false));
-    let until = Instant::now() + Duration::from_secs(10);
-    while !link.has_left() {
-        assert!(Instant::now() < until, "{:?}", link.stage);
+    eventually(|| {
         link.hear(Instant::now());
         link.leave(Instant::now(), true);
-        std::thread::sleep(Duration::from_millis(1));
-    }
+        link.has_left()
+    });
     assert!(link.agent.is_none() && link.stage == Stage::Hello);
     drop(link);
     let _ = thread.join();
@@ -188,9 +162,7 @@ fn an_agent_whose_connection_was_lost_has_left_only_when_it_says_so() {
 /// The daemon was killed while the agent was at work for it.
 #[test]
 fn an_agent_of_an_earlier_daemon_has_left_only_when_it_says_so() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("agent");
-    let listener = UnixListener::bind(&path).unwrap();
+    let (_dir, listener, path) = socket();
     let mut link = AgentLink::new(path.clone(), std::process::id());
     let now = Instant::now();
     for _ in 0..10 {
@@ -198,9 +170,8 @@ fn an_agent_of_an_earlier_daemon_has_left_only_when_it_says_so() {
         assert!(!link.has_left(), "it has said nothing to this daemon");
         link.hear(now);
     }
-    let (mut socket, _) = listener.accept().unwrap();
     let mut line = [0; 4096];
-    let n = socket.read(&mut line).unwrap();
+    let n = listener.accept().unwrap().0.read(&mut line).unwrap();
     assert!(String::from_utf8_lossy(&line[..n]).contains("stand_down"));
     // Nobody listens (any more): nothing that was begun lasts so long.
     drop(listener);
@@ -211,9 +182,9 @@ fn an_agent_of_an_earlier_daemon_has_left_only_when_it_says_so() {
         assert_eq!(link.has_left(), left, "{after:?}");
     }
     // It is not spoken to: it is not managed, or to be off.
-    let listener = UnixListener::bind(dir.path().join("other")).unwrap();
+    let (_dir, listener, path) = socket();
     listener.set_nonblocking(true).unwrap();
-    let mut link = AgentLink::new(dir.path().join("other"), std::process::id());
+    let mut link = AgentLink::new(path, std::process::id());
     link.leave(now, false);
     link.leave(now + 2 * GONE, false);
     assert!(link.has_left() && listener.accept().is_err());
@@ -233,18 +204,10 @@ fn last(link: &mut AgentLink, mut socket: &UnixStream) -> Command {
 
 /// One that was handed its RAM, and the agent's end.
 fn attached() -> (AgentLink, UnixStream) {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("agent");
-    let listener = UnixListener::bind(&path).unwrap();
-    let thread = std::thread::spawn(move || peer(listener.accept().unwrap().0, false));
-    let mut link = AgentLink::new(path, std::process::id());
-    while !thread.is_finished() {
-        let (run, told) = (RunState::Running, findings(&[]));
-        link.ask(Instant::now(), Some(&run), &[], Terms::default(), Some(&told));
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    let (mut link, peer) = linked(false);
+    let (_, _, socket) = hands_over(&mut link, peer, &[]);
     link.stage = Stage::Attached;
-    (link, thread.join().unwrap().2)
+    (link, socket)
 }
 
 #[test]
@@ -271,15 +234,12 @@ fn why_one_stands_aside_is_told_also_while_it_is_handed_its_ram_anew() {
     let why = Some("no room".into());
     let aside = Status { state: AgentState::Aside, why, passes: true, ..Status::default() };
     link.answer(RequestKind::Status, Ok(Answer::Status(aside)));
-    let ask = |link: &mut AgentLink| {
-        let run = RunState::Running;
-        link.ask(Instant::now(), Some(&run), &[], Terms::default(), None);
-        (link.stage, link.sample())
-    };
-    assert_eq!(ask(&mut link).0, Stage::Attached);
+    ask(&mut link, None);
+    assert_eq!(link.stage, Stage::Attached);
     link.aside_since = link.aside_since.map(|at| at - PASSES);
-    let (stage, said) = ask(&mut link);
-    assert_eq!((stage, said.link, said.state), (Stage::Met, Link::Unknown, AgentState::Aside));
+    ask(&mut link, None);
+    let said = link.sample();
+    assert_eq!((link.stage, said.link, said.state), (Stage::Met, Link::Unknown, AgentState::Aside));
     assert!(said.why.unwrap().starts_with("no room"));
 }
 

@@ -3,6 +3,7 @@
 use ebb_core::wire::firmware::Firmware;
 use serde_json::{Value, json};
 
+use super::Inquiry::*;
 use super::*;
 
 const TREE: &str = "FlatView #0
@@ -22,141 +23,135 @@ fn plain(inquiry: Inquiry) -> Option<Value> {
     let child = |kind: &str| json!({ "name": "x", "type": format!("child<{kind}>") });
     let none = json!([{ "name": "type", "type": "string" }]);
     match inquiry {
-        Inquiry::Folder(0) => Some(json!([child("virtio-balloon-pci"), child("virtio-blk-pci")])),
-        Inquiry::Folder(_) => Some(none),
-        Inquiry::Objects => Some(json!([child("memory-backend-ram"), child("memory-backend-ram")])),
-        Inquiry::Network => Some(json!(NETWORK)),
-        Inquiry::Block => Some(json!([{ "drv": "qcow2" }, { "drv": "file" }])),
-        Inquiry::Capabilities => Some(json!([{ "capability": "x-ignore-shared", "state": false }])),
-        Inquiry::Parameters => Some(json!({ "max-bandwidth": 1 })),
-        Inquiry::Machine(0) => Some(json!("pc-i440fx-7.2-machine")),
-        Inquiry::Machine(1) => None,
-        Inquiry::Machine(2) => Some(json!("bios-256k.bin")),
-        Inquiry::Machine(_) => Some(json!("")),
+        Folder(0) => Some(json!([child("virtio-balloon-pci"), child("virtio-blk-pci")])),
+        Folder(_) => Some(none),
+        Objects => Some(json!([child("memory-backend-ram"), child("memory-backend-ram")])),
+        Network => Some(json!(NETWORK)),
+        Block => Some(json!([{ "drv": "qcow2" }, { "drv": "file" }])),
+        Capabilities => Some(json!([{ "capability": "x-ignore-shared", "state": false }])),
+        Parameters => Some(json!({ "max-bandwidth": 1 })),
+        Machine(0) => Some(json!("pc-i440fx-7.2-machine")),
+        Machine(1) => None,
+        Machine(2) => Some(json!("bios-256k.bin")),
+        Machine(_) => Some(json!("")),
         Inquiry::Firmware => Some(json!("00000000ffffffd0: 0x00 0x01\r\n")),
-        Inquiry::Tree => Some(json!(TREE)),
-        Inquiry::Backends => Some(json!([{ "id": "a" }, { "id": "b" }])),
-        Inquiry::Order => Some(json!(ORDER)),
-        Inquiry::Address(i) => {
-            Some(json!(format!("Host virtual address for 0x0 (a) is 0x7f{i}0000\r\n")))
-        }
+        Tree => Some(json!(TREE)),
+        Backends => Some(json!([{ "id": "a" }, { "id": "b" }])),
+        Order => Some(json!(ORDER)),
+        Address(i) => Some(json!(format!("Host virtual address for 0x0 (a) is 0x7f{i}0000\r\n"))),
+    }
+}
+
+/// Answers to the end of a round.
+fn end(
+    inventory: &mut Inventory,
+    mut waiting: Vec<Question>,
+    says: impl Fn(Inquiry) -> Option<Value>,
+) {
+    while let Some((inquiry, ..)) = waiting.pop() {
+        assert_eq!(inventory.findings(), None);
+        waiting.extend(inventory.answer(inquiry, says(inquiry)));
     }
 }
 
 /// A whole round.
 fn round(says: impl Fn(Inquiry) -> Option<Value>) -> Findings {
     let mut inventory = Inventory::default();
-    let mut waiting = inventory.questions(Instant::now());
-    while let Some((inquiry, ..)) = waiting.pop() {
-        assert_eq!(inventory.findings(), None);
-        waiting.extend(inventory.answer(inquiry, says(inquiry)));
-    }
+    let waiting = inventory.questions(Instant::now());
+    end(&mut inventory, waiting, says);
     inventory.findings().unwrap()
-}
-
-fn objections(says: impl Fn(Inquiry) -> Option<Value>) -> String {
-    round(says).objections.join("; ")
 }
 
 #[test]
 fn a_plain_vm_is_known_whole() {
     let findings = round(plain);
-    assert_eq!(
-        (findings.objections.join("; ").as_str(), findings.firmware),
-        ("", Firmware::Seabios)
-    );
+    assert_eq!((&findings.objections[..], findings.firmware), (&[][..], Firmware::Seabios));
     let segment = |gpa, size, hva| Segment { gpa, size, hva };
     let low = segment(0, 0x400_0000, 0x7f00000);
     assert_eq!(findings.segments, [low, segment(0x400_0000, 0x1c00_0000, 0x7f10000)]);
 }
 
 /// A VM that is plain but for one answer.
-macro_rules! but {
-    ($inquiry:pat, $says:expr) => {
-        |inquiry: Inquiry| if matches!(inquiry, $inquiry) { $says } else { plain(inquiry) }
-    };
+fn but(inquiry: Inquiry, says: Option<Value>) -> impl Fn(Inquiry) -> Option<Value> {
+    move |asked| if asked == inquiry { says.clone() } else { plain(asked) }
 }
 
-fn kinds(list: &[&str]) -> Option<Value> {
-    let all = list.iter().map(|k| json!({ "name": "x", "type": format!("child<{k}>") }));
-    Some(all.collect())
+/// That answer is an objection with these words.
+fn objects(all: &[(Inquiry, Option<Value>, &str)]) {
+    for (inquiry, says, words) in all {
+        let told = round(but(*inquiry, says.clone())).objections.join("; ");
+        assert!(told.contains(words), "{inquiry:?} {says:?}: {told}");
+    }
+}
+
+fn text(text: &str) -> Option<Value> {
+    Some(json!(text))
 }
 
 #[test]
 fn what_is_not_known_to_be_harmless_is_an_objection() {
-    assert!(objections(but!(Inquiry::Folder(1), kinds(&["vhost-user-fs-pci"]))).contains("unseen"));
-    assert!(objections(but!(Inquiry::Folder(0), kinds(&["vfio-user-pci"]))).contains("VFIO"));
-    assert!(
-        objections(but!(Inquiry::Folder(0), kinds(&["x-pci-proxy-dev"]))).contains("x-pci-proxy")
-    );
-    assert!(
-        objections(but!(Inquiry::Folder(0), kinds(&["virtio-mem-pci"]))).contains("virtio-mem")
-    );
-    assert!(objections(but!(Inquiry::Folder(0), kinds(&["ivshmem-plain"]))).contains("ivshmem"));
-    assert!(objections(but!(Inquiry::Folder(0), kinds(&["virtio-gpu-gl-pci"]))).contains("gpu-gl"));
-    assert!(
-        objections(but!(Inquiry::Objects, kinds(&["cryptodev-vhost-user"]))).contains("cryptodev")
-    );
-    assert!(objections(but!(Inquiry::Objects, kinds(&["sev-snp-guest"]))).contains("encrypted"));
-    assert!(objections(but!(Inquiry::Objects, kinds(&["iommufd"]))).contains("iommufd"));
-    let vhost = "n: index=0,type=vhost-user,chardev=c\r\n";
-    assert!(objections(but!(Inquiry::Network, Some(json!(vhost)))).contains("“vhost-user”"));
+    let kind = |kind| Some(json!([{ "name": "x", "type": format!("child<{kind}>") }]));
     let passt = "n: index=0,type=passt,vhost-user,connected to pid 7\n";
-    assert!(objections(but!(Inquiry::Network, Some(json!(passt)))).contains("“passt”"));
-    assert!(objections(but!(Inquiry::Network, Some(json!("n: type=user\n")))).contains("not tell"));
-    let block = json!([{ "drv": "virtio-blk-vhost-vdpa" }, {}]);
-    assert!(objections(but!(Inquiry::Block, Some(block.clone()))).contains("vhost-vdpa"));
-    let shared = json!([{ "capability": "x-ignore-shared", "state": true }]);
-    assert!(
-        objections(but!(Inquiry::Capabilities, Some(shared.clone()))).contains("x-ignore-shared")
-    );
-    let mode = json!({ "mode": "cpr-transfer" });
-    assert!(objections(but!(Inquiry::Parameters, Some(mode.clone()))).contains("cpr-transfer"));
-    assert!(
-        objections(but!(Inquiry::Machine(0), Some(json!("microvm-machine")))).contains("microvm")
-    );
-    assert!(
-        objections(but!(Inquiry::Machine(3), Some(json!("/objects/sev0")))).contains("encrypted")
-    );
+    objects(&[
+        (Folder(1), kind("vhost-user-fs-pci"), "unseen"),
+        (Folder(0), kind("vfio-user-pci"), "VFIO"),
+        (Folder(0), kind("x-pci-proxy-dev"), "x-pci-proxy"),
+        (Folder(0), kind("virtio-mem-pci"), "virtio-mem"),
+        (Folder(0), kind("ivshmem-plain"), "ivshmem"),
+        (Folder(0), kind("virtio-gpu-gl-pci"), "gpu-gl"),
+        (Objects, kind("cryptodev-vhost-user"), "cryptodev"),
+        (Objects, kind("sev-snp-guest"), "encrypted"),
+        (Objects, kind("iommufd"), "iommufd"),
+        (Network, text("n: index=0,type=vhost-user,chardev=c\r\n"), "“vhost-user”"),
+        (Network, text(passt), "“passt”"),
+        (Network, text("n: type=user\n"), "not tell"),
+        (Block, Some(json!([{ "drv": "virtio-blk-vhost-vdpa" }, {}])), "vhost-vdpa"),
+        (
+            Capabilities,
+            Some(json!([{ "capability": "x-ignore-shared", "state": true }])),
+            "x-ignore-shared",
+        ),
+        (Parameters, Some(json!({ "mode": "cpr-transfer" })), "cpr-transfer"),
+        (Machine(0), text("microvm-machine"), "microvm"),
+        (Machine(3), text("/objects/sev0"), "encrypted"),
+    ]);
 }
 
 #[test]
 fn what_qemu_does_not_tell_is_an_objection() {
-    assert!(objections(but!(Inquiry::Folder(0), None)).contains("not tell its devices"));
-    assert!(
-        objections(but!(Inquiry::Folder(1), Some(json!("?")))).contains("not tell its devices")
-    );
-    assert!(objections(but!(Inquiry::Objects, None)).contains("backends"));
-    assert!(objections(but!(Inquiry::Network, None)).contains("network"));
-    assert!(objections(but!(Inquiry::Block, Some(json!({})))).contains("block"));
-    assert!(objections(but!(Inquiry::Machine(0), None)).contains("machine"));
-    assert!(
-        objections(but!(Inquiry::Address(1), Some(json!("No memory is mapped")))).contains("RAM")
-    );
-    assert!(objections(but!(Inquiry::Order, None)).contains("snapshot"));
-    assert!(objections(but!(Inquiry::Backends, None)).contains("what backs its RAM"));
-    assert!(objections(but!(Inquiry::Capabilities, None)).contains("how it migrates"));
-    assert!(objections(but!(Inquiry::Parameters, None)).contains("how it migrates"));
-    assert!(objections(but!(Inquiry::Machine(3 | 4), None)).contains("is encrypted"));
-    assert_eq!(round(but!(Inquiry::Machine(2), None)).firmware, Firmware::Unknown);
-    let larger = "Block\n b 4 KiB\n a 4 KiB\n";
-    assert!(objections(but!(Inquiry::Order, Some(json!(larger)))).contains("before guest page 0"));
+    objects(&[
+        (Folder(0), None, "not tell its devices"),
+        (Folder(1), text("?"), "not tell its devices"),
+        (Objects, None, "backends"),
+        (Network, None, "network"),
+        (Block, Some(json!({})), "block"),
+        (Machine(0), None, "machine"),
+        (Address(1), text("No memory is mapped"), "RAM"),
+        (Order, None, "snapshot"),
+        (Backends, None, "what backs its RAM"),
+        (Capabilities, None, "how it migrates"),
+        (Parameters, None, "how it migrates"),
+        (Order, text("Block\n b 4 KiB\n a 4 KiB\n"), "before guest page 0"),
+    ]);
+    let unknown = |asked| if matches!(asked, Machine(3 | 4)) { None } else { plain(asked) };
+    assert!(round(unknown).objections.join("; ").contains("is encrypted"));
+    assert_eq!(round(but(Machine(2), None)).firmware, Firmware::Unknown);
 }
 
 #[test]
 fn firmware_is_known_by_a_positive_match() {
     let edk2 = "00000000ffffffd0: 0xde 0x82 0xb5 0x96 0xb2 0x1f 0xf7 0x45\r\n\
         00000000ffffffd8: 0xba 0xea 0xa3 0x66 0xc5 0x5a 0x08 0x2d\r\n";
-    assert_eq!(round(but!(Inquiry::Firmware, Some(json!(edk2)))).firmware, Firmware::Edk2);
+    assert_eq!(round(but(Inquiry::Firmware, Some(json!(edk2)))).firmware, Firmware::Edk2);
     // Flash that holds something else, and files that are called otherwise.
-    let flash = round(but!(Inquiry::Machine(1), Some(json!("pflash0"))));
+    let flash = round(but(Machine(1), Some(json!("pflash0"))));
     assert_eq!(flash.firmware, Firmware::Unknown);
     for (file, is) in [
         ("/fw/bios_ovmf.fd", Firmware::Unknown),
         ("qboot.rom", Firmware::Unknown),
         ("/usr/share/seabios/bios-256k.bin", Firmware::Seabios),
     ] {
-        let found = round(but!(Inquiry::Machine(2), Some(json!(file))));
+        let found = round(but(Machine(2), Some(json!(file))));
         assert_eq!(found.firmware, is, "{file}");
     }
 }
@@ -165,12 +160,10 @@ fn firmware_is_known_by_a_positive_match() {
 fn a_later_round_asks_for_what_comes_and_goes() {
     let mut inventory = Inventory::default();
     let begin = |inventory: &mut Inventory| {
-        let mut waiting = inventory.questions(Instant::now());
+        let waiting = inventory.questions(Instant::now());
         let asked = waiting.len();
         assert!(inventory.questions(Instant::now()).is_empty(), "one is under way");
-        while let Some((inquiry, ..)) = waiting.pop() {
-            waiting.extend(inventory.answer(inquiry, plain(inquiry)));
-        }
+        end(inventory, waiting, plain);
         (asked, inventory.findings().unwrap())
     };
     let (first, known) = begin(&mut inventory);
@@ -180,11 +173,9 @@ fn a_later_round_asks_for_what_comes_and_goes() {
     inventory.look_anew();
     assert_eq!(begin(&mut inventory).0, first);
     // Devices change while a round is under way: the next one asks for all.
-    let mut waiting = inventory.questions(Instant::now());
+    let waiting = inventory.questions(Instant::now());
     inventory.look_anew();
-    while let Some((inquiry, ..)) = waiting.pop() {
-        waiting.extend(inventory.answer(inquiry, plain(inquiry)));
-    }
+    end(&mut inventory, waiting, plain);
     assert!(inventory.findings().is_some() && inventory.findings().is_none(), "told once");
     assert_eq!(begin(&mut inventory).0, first);
 }

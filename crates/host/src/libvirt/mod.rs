@@ -279,46 +279,48 @@ fn inode(file: &OwnedFd) -> rustix::io::Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::unix::fs::symlink;
 
-    use rustix::fs::{CWD, mknodat};
+    use ebb_core::sample::VmId;
 
     use super::*;
+    use crate::testing::tree;
+
+    fn vm(name: &str) -> QemuProcess {
+        QemuProcess::plain(VmId { pid: 10, start: 7 }, name.into())
+    }
+
+    fn libvirt(root: &Root, containers: bool) -> Libvirt {
+        Libvirt::new(root.clone(), containers).unwrap()
+    }
 
     #[test]
     fn a_pid_file_is_a_file_of_its_owner_and_nothing_else() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
+        let root = tree(&[("a", "4711\n")]);
+        let at = |name: &str| root.path(name);
         let me = rustix::process::getuid().as_raw();
-        fs::write(at("a"), "4711\n").unwrap();
         assert_eq!(pid_in(&at("a"), me), Some(4711));
         assert_eq!(pid_in(&at("a"), me + 1), None, "another's");
-        symlink(at("a"), at("link")).unwrap();
+        root.link(at("a"), "link");
         assert_eq!(pid_in(&at("link"), me), None);
-        mknodat(CWD, at("fifo"), FileType::Fifo, Mode::RUSR, 0).unwrap();
-        assert_eq!(pid_in(&at("fifo"), me), None, "and does not wait");
+        assert_eq!(pid_in(&root.pipe("pipe"), me), None, "and does not wait");
         // Who holds a lease on it makes others wait.
         let leased = fs::File::open(at("a")).unwrap();
         crate::sys::lease(&leased).unwrap();
         assert_eq!(pid_in(&at("a"), me), None, "and does not wait");
         drop(leased);
-        fs::write(at("b"), "4711".repeat(1000)).unwrap();
+        root.put("b", "4711".repeat(1000));
         assert_eq!(pid_in(&at("b"), me), None);
     }
 
     #[test]
     fn a_domain_is_found_whatever_its_name_is() {
-        use ebb_core::sample::VmId;
         // The pid file must be root's.
         if !rustix::process::getuid().is_root() {
             return;
         }
-        let dir = tempfile::tempdir().unwrap();
-        let at = |path: &str| dir.path().join(path);
-        for path in ["proc/10", "run/libvirt/qemu"] {
-            fs::create_dir_all(at(path)).unwrap();
-        }
-        let libvirt = Libvirt::new(Root::at(dir.path()), false).unwrap();
+        let root = tree(&[]);
+        root.dir("/proc/10");
+        let libvirt = libvirt(&root, false);
         // As libvirt 9.0 names them.
         for (name, file) in [
             ("web 1", "web 1.pid"),
@@ -326,82 +328,68 @@ mod tests {
             ("q\"uo'te", "q&quot;uo&apos;te.pid"),
             ("<b>&amp;", "&lt;b&gt;&amp;amp;.pid"),
         ] {
-            let file = at("run/libvirt/qemu").join(file);
-            fs::write(&file, "10\n").unwrap();
-            let vm = QemuProcess::plain(VmId { pid: 10, start: 7 }, name.into());
-            let found = libvirt.find_here(&vm).map(|address| address.domain);
+            let file = format!("/run/libvirt/qemu/{file}");
+            root.put(&file, "10\n");
+            let found = libvirt.find_here(&vm(name)).map(|address| address.domain);
             assert_eq!(found.as_deref(), Some(name));
-            fs::remove_file(file).unwrap();
+            root.remove(file);
         }
     }
 
     #[test]
     fn a_domain_in_a_container_is_found_there_where_that_is_allowed_and_nothing_leads_out() {
-        use ebb_core::sample::VmId;
-        let dir = tempfile::tempdir().unwrap();
-        let at = |path: &str| dir.path().join(path);
-        for path in ["proc/10/ns", "proc/self/ns", "proc/10/root/run/libvirt/qemu/run", "out"] {
-            fs::create_dir_all(at(path)).unwrap();
-        }
-        symlink("mnt:[1]", at("proc/self/ns/mnt")).unwrap();
-        symlink("mnt:[2]", at("proc/10/ns/mnt")).unwrap();
-        fs::write(at("proc/10/status"), "Uid: 107 107 107 107\nNSpid: 10 7\n").unwrap();
-        let inside = at("proc/10/root/run/libvirt");
-        fs::write(inside.join("qemu/run/a.pid"), "7\n").unwrap();
-        let of = |containers| Libvirt::new(Root::at(dir.path()), containers).unwrap();
-        let vm = QemuProcess::plain(VmId { pid: 10, start: 7 }, "a".into());
+        let root = tree(&[
+            ("/proc/10/status", "Uid: 107 107 107 107\nNSpid: 10 7\n"),
+            ("/proc/10/root/run/libvirt/qemu/run/a.pid", "7\n"),
+            ("/out/a.pid", "7\n"),
+        ]);
+        root.link("mnt:[1]", "/proc/self/ns/mnt");
+        root.link("mnt:[2]", "/proc/10/ns/mnt");
+        let inside = "/proc/10/root/run/libvirt";
+        let pid_file = format!("{inside}/qemu/run/a.pid");
+        let (of, vm) = (|containers| libvirt(&root, containers), vm("a"));
         assert_eq!(of(true).find_inside(&vm), None, "without a socket");
-        let listener = std::os::unix::net::UnixListener::bind(inside.join(SOCKETS[0])).unwrap();
+        let listener = root.listen(format!("{inside}/{}", SOCKETS[0]));
         let found = of(true).find_inside(&vm).unwrap();
-        assert_eq!(
-            (found.domain.as_str(), found.uri, found.is_systems()),
-            ("a", "qemu:///session", false)
-        );
+        assert_eq!((found.domain.as_str(), found.uri), ("a", "qemu:///session"));
+        assert!(!found.is_systems());
         found.connect().unwrap();
         listener.accept().unwrap();
         // The number is another process's by now, with a libvirt of its own.
         let other = Address { key: "1:1".into(), ..found.clone() };
         assert_eq!(other.connect().err(), Some(Errno::STALE));
         // A process of a namespace below the container's can have any pid there.
-        symlink("pid:[2]", at("proc/10/ns/pid")).unwrap();
-        for (peer, namespace) in [(20, "pid:[2]"), (21, "pid:[3]")] {
-            fs::create_dir_all(at(&format!("proc/{peer}/ns"))).unwrap();
-            symlink(namespace, at(&format!("proc/{peer}/ns/pid"))).unwrap();
+        for (peer, namespace) in [(10, "pid:[2]"), (20, "pid:[2]"), (21, "pid:[3]")] {
+            root.link(namespace, format!("/proc/{peer}/ns/pid"));
         }
         assert_eq!([20, 21, 22].map(|peer| found.is_of(peer)), [true, false, false]);
         assert_eq!(of(false).find(&vm, &mut BackgroundLook::default()), None);
         // Its pid file leads to one outside.
-        fs::remove_file(inside.join("qemu/run/a.pid")).unwrap();
-        fs::write(at("out/a.pid"), "7\n").unwrap();
-        for out in [at("out/a.pid"), "../../../../../../../out/a.pid".into()] {
-            symlink(&out, inside.join("qemu/run/a.pid")).unwrap();
-            assert!(out.is_relative() || fs::read(inside.join("qemu/run/a.pid")).is_ok());
+        let target = root.path(&pid_file);
+        for out in [root.path("/out/a.pid"), "../../../../../../../out/a.pid".into()] {
+            root.link(&out, &pid_file);
+            assert!(out.is_relative() || fs::read(&target).is_ok());
             assert_eq!(of(true).find_inside(&vm), None, "{out:?}");
-            fs::remove_file(inside.join("qemu/run/a.pid")).unwrap();
         }
         // A device is not opened.
-        let pid_file = inside.join("qemu/run/a.pid");
-        mknodat(CWD, &pid_file, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        root.remove(&pid_file);
+        root.pipe(&pid_file);
         assert_eq!(of(true).find_inside(&vm), None);
-        fs::remove_file(pid_file).unwrap();
+        root.remove(&pid_file);
         // It is another process's.
-        fs::write(inside.join("qemu/run/a.pid"), "10\n").unwrap();
+        root.put(&pid_file, "10\n");
         assert_eq!(of(true).find_inside(&vm), None);
     }
 
     /// Its settings may say that nothing is to be taken from it.
     #[test]
     fn a_domain_is_found_although_its_libvirt_does_not_run() {
-        use ebb_core::sample::VmId;
-        let dir = tempfile::tempdir().unwrap();
+        let root = tree(&[]);
+        root.dir("/proc/10");
         let me = rustix::process::getuid().as_raw();
-        let pids = dir.path().join(format!("run/user/{me}/libvirt/qemu/run"));
-        fs::create_dir_all(dir.path().join("proc/10")).unwrap();
-        fs::create_dir_all(&pids).unwrap();
-        let libvirt = Libvirt::new(Root::at(dir.path()), false).unwrap();
-        let vm = QemuProcess::plain(VmId { pid: 10, start: 7 }, "a".into());
+        let (libvirt, vm) = (libvirt(&root, false), vm("a"));
         assert_eq!(libvirt.find_here(&vm), None);
-        fs::write(pids.join("a.pid"), "10\n").unwrap();
+        root.put(format!("/run/user/{me}/libvirt/qemu/run/a.pid"), "10\n");
         assert_eq!(libvirt.find_here(&vm).unwrap().domain, "a");
         // The configuration may have its socket in a section of another name.
         let mut named = vm.clone();

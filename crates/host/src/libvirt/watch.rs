@@ -187,12 +187,16 @@ mod tests {
         Refused { code: 80, message: "no metadata".into() }
     }
 
+    fn found() -> Vec<u8> {
+        Writer::default().text("a").fixed(&[7; 16]).i32(3).done()
+    }
+
     /// One that has read its domain's metadata, and with it this note.
     fn watcher(noted: Result<&str, Refused>, now: Instant) -> (Watcher, Watch) {
         let watch = Watch::default();
         let mut w = Watcher::new("a".into(), watch.clone());
-        let found = Writer::default().text("a").fixed(&[7; 16]).i32(3).done();
-        for result in [Ok(found), noted.map(|xml| Writer::default().text(xml).done()), Err(none())]
+        for result in
+            [Ok(found()), noted.map(|xml| Writer::default().text(xml).done()), Err(none())]
         {
             let (step, ..) = w.call(now);
             w.answered(step, result).unwrap();
@@ -210,12 +214,10 @@ mod tests {
         watch.note(Some(Bytes::mib(1)));
         assert!(!watch.state().is_note_due());
         watch.note(Some(Bytes::mib(2)));
-        assert_eq!(
-            (w.due(later), w.call(later).0),
-            (Some(later), Step::Write(Some(Bytes::mib(2))))
-        );
+        let write = || Step::Write(Some(Bytes::mib(2)));
+        assert_eq!((w.due(later), w.call(later).0), (Some(later), write()));
         assert!(watch.state().is_note_due());
-        w.answered(Step::Write(Some(Bytes::mib(2))), Ok(Vec::new())).unwrap();
+        w.answered(write(), Ok(Vec::new())).unwrap();
         assert!(!watch.state().is_note_due());
         // Another follows later, and its end at once.
         watch.note(Some(Bytes::mib(3)));
@@ -244,8 +246,7 @@ mod tests {
         let (watch, now) = (Watch::default(), Instant::now());
         let mut w = Watcher::new("a".into(), watch.clone());
         w.call(now);
-        let found = Writer::default().text("a").fixed(&[7; 16]).i32(3).done();
-        w.answered(Step::LookUp, Ok(found)).unwrap();
+        w.answered(Step::LookUp, Ok(found())).unwrap();
         assert_eq!(w.call(now).0, Step::ReadNote);
         let other = Refused { code: 1, message: "internal error".into() };
         assert!(w.answered(Step::ReadNote, Err(other)).is_err(), "the watch ends");
@@ -259,8 +260,7 @@ mod tests {
         let domain = Domain { name: "a".into(), uuid: [7; 16], id: 3 };
         assert_eq!(w.call(now).0, Step::LookUp);
         assert_eq!(w.due(now), None, "one call at a time");
-        let found = Writer::default().text("a").fixed(&[7; 16]).i32(3).done();
-        w.answered(Step::LookUp, Ok(found)).unwrap();
+        w.answered(Step::LookUp, Ok(found())).unwrap();
         assert_eq!((w.due(now), w.call(now).0), (Some(now), Step::ReadNote));
         w.answered(Step::ReadNote, Err(none())).unwrap();
         assert_eq!((w.due(now), w.call(now).0), (Some(now), Step::Read));

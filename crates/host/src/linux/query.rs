@@ -151,10 +151,8 @@ mod tests {
             had.extend(last.map(|id| id.pid));
         }
         assert_eq!(had, [2, 5, 9, 2]);
-        assert_eq!(
-            (turn(&[2, 5], Some(id(3))), turn(&[2], Some(id(9)))),
-            (Some(id(5)), Some(id(2)))
-        );
+        assert_eq!(turn(&[2, 5], Some(id(3))), Some(id(5)));
+        assert_eq!(turn(&[2], Some(id(9))), Some(id(2)));
         assert_eq!(turn(&[], Some(id(2))), None);
     }
 }

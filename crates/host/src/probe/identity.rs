@@ -85,6 +85,7 @@ mod tests {
     use ebb_core::sample::VmId;
 
     use crate::probe::qemu::QemuArgs;
+    use crate::testing::tree;
 
     const UUID: &str = "11111111-2222-3333-4444-555555555555";
 
@@ -95,9 +96,7 @@ mod tests {
 
     #[test]
     fn a_name_is_worth_what_the_host_says_of_the_process() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        root.put("/etc/passwd", "vm-db:x:107:107::/:/bin/false\n");
+        let root = tree(&[("/etc/passwd", "vm-db:x:107:107::/:/bin/false\n")]);
         let status = |uids: &str| root.put("/proc/10/status", format!("Uid: {uids}\n"));
         let cgroup = |path: &str| root.put("/proc/10/cgroup", format!("4:memory:/v1\n0::{path}\n"));
         let text = format!(
@@ -112,9 +111,9 @@ mod tests {
         };
         assert_eq!((of("plain", None), of("other", None)), (Claim::Open, Claim::Open));
         assert_eq!(refused("db", None), "it has ended");
-        std::fs::create_dir_all(root.path("/proc/10/status")).unwrap();
+        root.dir("/proc/10/status");
         assert!(matches!(of("db", None), Claim::Unread(why) if why.contains("/proc/10/status")));
-        std::fs::remove_dir(root.path("/proc/10/status")).unwrap();
+        root.remove("/proc/10/status");
         status("107 107 107 107");
         assert!(refused("db", None).contains("no memory cgroup"));
         for (path, proven) in [("/t/db/x.scope", true), ("/t/db", true), ("/t/db2", false)] {

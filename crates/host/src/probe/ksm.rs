@@ -169,6 +169,7 @@ pub fn number<T: std::str::FromStr>(root: &Root, name: &str) -> Probed<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::tree;
 
     #[test]
     fn a_process_tells_its_part_and_old_kernels_less_of_it() {
@@ -189,19 +190,14 @@ mod tests {
 
     #[test]
     fn merged_places_are_counted_over_all_processes_or_not_at_all() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        let write = |pid: &str, text: &str| {
-            let proc = dir.path().join("proc").join(pid);
-            std::fs::create_dir_all(&proc).unwrap();
-            std::fs::write(proc.join("ksm_stat"), text).unwrap();
-        };
+        let root = tree(&[]);
+        let write = |pid: &str, text: &str| root.put(format!("/proc/{pid}/ksm_stat"), text);
         write("10", "ksm_rmap_items 9\nksm_merging_pages 5\n");
         assert_eq!(read_mapped(&root, &[]), None, "an old kernel");
         write("self", "ksm_rmap_items 0\n");
         write("11", "ksm_merging_pages 7\n");
         write("2", "");
-        std::fs::create_dir(dir.path().join("proc/12")).unwrap();
+        root.dir("/proc/12");
         assert_eq!(read_mapped(&root, &[]), Some(12));
         assert_eq!(read_mapped(&root, &[11]), Some(5));
         write("13", "ksm_merging_pages many\n");
@@ -210,18 +206,16 @@ mod tests {
 
     #[test]
     fn profit_is_signed_and_newer_files_may_be_absent() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let root = tree(&[]);
         assert!(read_ksm(&root).unwrap().is_none());
-        let ksm = dir.path().join("sys/kernel/mm/ksm");
-        std::fs::create_dir_all(&ksm).unwrap();
-        for (name, value) in [("run", "1"), ("pages_sharing", "5"), ("general_profit", "-64")] {
-            std::fs::write(ksm.join(name), format!("{value}\n")).unwrap();
-        }
+        let set = |name: &str, value: &str| root.put(format!("/sys/kernel/mm/ksm/{name}"), value);
+        set("run", "1\n");
+        set("pages_sharing", "5\n");
+        set("general_profit", "-64\n");
         let k = read_ksm(&root).unwrap().unwrap();
         assert_eq!((k.run, k.pages_sharing), (1, 5));
         assert_eq!((k.general_profit, k.zero_pages), (Some(-64), None));
-        std::fs::write(ksm.join("pages_sharing"), "many\n").unwrap();
+        set("pages_sharing", "many\n");
         let error = read_ksm(&root).unwrap_err().to_string();
         assert!(error.contains("pages_sharing: line 1: “many” is not a number"), "{error}");
     }

@@ -154,12 +154,12 @@ pub(crate) fn bound_as(path: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::tree;
 
     #[test]
     fn proxmox_sets_balloons_of_vms_with_balloon_at_their_start_or_always() {
         use ProxmoxBalloon::{Always, AtStart, Nothing};
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let root = tree(&[]);
         assert_eq!(proxmox_balloon(&root, "100"), None);
         let sets = |text: &str| {
             root.put("/etc/pve/qemu-server/100.conf", text);

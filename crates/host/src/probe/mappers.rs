@@ -179,10 +179,10 @@ fn each_mapping(
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::sync::mpsc::channel;
 
     use super::*;
+    use crate::testing::{Tree, tree};
 
     const RAM: &str = "7f0000000000-7f0040000000 rw-s 00000000 00:01 77 /memfd:ram (deleted)\n";
     const OTHER: &str = "55aa00000000-55aa00001000 r-xp 00000000 08:01 77 /usr/bin/x\nnonsense\n";
@@ -192,42 +192,34 @@ mod tests {
         Question { vm: VmId { pid, start: 1 }, generation, segments: vec![segment] }
     }
 
-    fn machine() -> (tempfile::TempDir, impl Fn(u32, &str)) {
-        let dir = tempfile::tempdir().unwrap();
-        let proc = dir.path().join("proc");
-        let write = move |pid: u32, text: &str| {
-            let proc = proc.join(pid.to_string());
-            fs::create_dir_all(&proc).unwrap();
-            fs::write(proc.join("maps"), text).unwrap();
-        };
-        (dir, write)
+    fn maps(root: &Tree, pid: u32, text: &str) {
+        root.put(format!("/proc/{pid}/maps"), text);
     }
 
     #[test]
     fn a_second_mapper_is_found_and_what_cannot_be_read_is_no_yes() {
-        let (dir, write) = machine();
-        write(10, &format!("{OTHER}{RAM}7fff00000000-7fff00001000 rw-p 00000000 00:00 0\n"));
-        write(11, OTHER);
-        let root = Root::at(dir.path());
+        let root = tree(&[]);
+        maps(&root, 10, &format!("{OTHER}{RAM}7fff00000000-7fff00001000 rw-p 00000000 00:00 0\n"));
+        maps(&root, 11, OTHER);
         let are_private = |pid: u32, segment: Segment| {
             look(&root, vec![question(pid, 3, segment)], &AtomicU32::new(0)).remove(0).2
         };
         assert_eq!(are_private(10, SEGMENT), Ok(()));
-        write(12, &format!("{OTHER}{RAM}"));
+        maps(&root, 12, &format!("{OTHER}{RAM}"));
         let why = are_private(10, SEGMENT).unwrap_err();
         assert!(why.contains("process 12 maps"), "{why}");
         let elsewhere = Segment { hva: 0x10_0000, ..SEGMENT };
         assert_eq!(are_private(10, elsewhere), Ok(()), "not of this RAM");
         // Asked at once, each is told of the other, and a third of none.
-        write(13, &format!("{OTHER}{}", RAM.replace("77", "78")));
+        maps(&root, 13, &format!("{OTHER}{}", RAM.replace("77", "78")));
         let all = [10, 12, 13].map(|pid| question(pid, u64::from(pid), SEGMENT));
         let found = look(&root, all.to_vec(), &AtomicU32::new(0));
         let told: Vec<(u32, u64, bool)> =
             found.iter().map(|(vm, generation, f)| (vm.pid, *generation, f.is_ok())).collect();
         assert_eq!(told, [(10, 10, false), (12, 12, false), (13, 13, true)]);
-        fs::remove_file(dir.path().join("proc/12/maps")).unwrap();
+        root.remove("/proc/12/maps");
         assert!(are_private(10, SEGMENT).unwrap_err().contains("process 12"));
-        fs::remove_dir(dir.path().join("proc/12")).unwrap();
+        root.remove("/proc/12");
         assert_eq!(are_private(10, SEGMENT), Ok(()));
         assert!(are_private(99, SEGMENT).is_err());
     }
@@ -236,13 +228,9 @@ mod tests {
     /// it likes: here the file is a pipe that nobody writes to.
     #[test]
     fn a_process_that_keeps_its_mappings_locked_does_not_hold_up_the_loop() {
-        let (dir, write) = machine();
-        write(10, RAM);
-        fs::create_dir_all(dir.path().join("proc/12")).unwrap();
-        let pipe = dir.path().join("proc/12/maps");
-        let mode = rustix::fs::Mode::from_raw_mode(0o600);
-        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
-        let root = Root::at(dir.path());
+        let root = tree(&[]);
+        maps(&root, 10, RAM);
+        let pipe = root.pipe("/proc/12/maps");
         let (mut search, (told, done)) = (Search::default(), channel());
         let go_on = |search: &mut Search, generation| {
             let told = told.clone();
@@ -258,7 +246,7 @@ mod tests {
         let (_, generation, found) = go_on(&mut search, 2).remove(0);
         assert!(generation == 2 && found.unwrap_err().contains("process 12"));
         // It lets go: the answer is to the question that was asked.
-        fs::write(&pipe, OTHER).unwrap();
+        std::fs::write(&pipe, OTHER).unwrap();
         done.recv().unwrap();
         let (_, generation, found) = go_on(&mut search, 2).remove(0);
         assert_eq!((generation, found), (1, Ok(())));

@@ -114,14 +114,9 @@ mod tests {
 
     #[test]
     fn only_what_can_be_ram_is_walked() {
-        let ranges = parse_ram_mappings(MAPS, false).unwrap();
-        assert_eq!(
-            ranges,
-            [
-                Range { start: 0x7f0000000000, len: 0x20000000 },
-                Range { start: 0x7f0070000000, len: 0x10000000 },
-            ]
-        );
+        let range = |start, len| Range { start, len };
+        let ram = [range(0x7f0000000000, 0x20000000), range(0x7f0070000000, 0x10000000)];
+        assert_eq!(parse_ram_mappings(MAPS, false).unwrap(), ram);
         assert_eq!(parse_ram_mappings("nonsense\n", true).unwrap_err().line, 1);
         assert_eq!(parse_ram_mappings("12-zz rw-p 0 0 0\n", true).unwrap_err().line, 1);
         let cut = "7f0000000000-7f0000800000 rw-p 00000000 00:00 0 \n\

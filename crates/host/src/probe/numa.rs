@@ -144,6 +144,7 @@ fn by_backends(line: &str) -> Option<Vec<u32>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::tree;
     use proptest::prelude::*;
 
     #[test]
@@ -191,8 +192,7 @@ mod tests {
             // What excludes each other binds nothing that is known.
             ("3", "default", vec![format!("{ram}0,policy=bind")], vec![]),
         ] {
-            let dir = tempfile::tempdir().unwrap();
-            let root = Root::at(dir.path());
+            let root = tree(&[]);
             let write = |file: &str, text: String| root.put(format!("/proc/7/{file}"), text);
             write("status", format!("Name: x\nMems_allowed_list:\t{allowed}\n"));
             write("numa_maps", format!("55ac {maps} file=/usr/bin/kvm\n7f00 bind:3 anon=9\n"));
@@ -201,21 +201,17 @@ mod tests {
             let read = read_binding(&root, 7, &[0, 1, 2, 3]).unwrap();
             assert_eq!(read, bound, "{allowed} {maps} {objects:?}");
         }
-        let nothing = tempfile::tempdir().unwrap();
-        assert!(read_binding(&Root::at(nothing.path()), 7, &[0, 1]).unwrap().is_empty());
+        assert!(read_binding(&tree(&[]), 7, &[0, 1]).unwrap().is_empty());
     }
 
     #[test]
     fn nodes_are_a_limit_without_their_huge_pages() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |file: &str, text: &str| {
-            Root::at(dir.path()).put(format!("{NODES}/{file}"), text);
-        };
+        let root = tree(&[]);
+        let write = |file: &str, text: &str| root.put(format!("{NODES}/{file}"), text);
         write("has_memory", "0-1\n");
         write("node0/meminfo", "Node 0 MemTotal: 9000 kB\nNode 0 MemFree: 1000 kB\n");
         write("node1/meminfo", "Node 1 MemTotal: 7000 kB\nNode 1 MemFree: 2000 kB\n");
         write("node1/hugepages/hugepages-2048kB/nr_hugepages", "1\n");
-        let root = Root::at(dir.path());
         assert_eq!(read_nodes(&root).unwrap(), [0, 1]);
         let one = read_usage(&root, &[1]).unwrap().unwrap();
         assert_eq!((one.path.as_str(), one.limit), ("node 1", Bytes::kib(7000 - 2048)));

@@ -95,6 +95,7 @@ mod tests {
     use super::*;
     use crate::probe::pagemap::Entry;
     use crate::probe::process::read_status;
+    use crate::testing::{Tree, tree};
 
     /// A process that has read 256 MiB into one buffer, which looks like RAM, and waits for its reader.
     #[test]
@@ -116,14 +117,11 @@ mod tests {
         assert_eq!(count(&root, u32::MAX - 1).unwrap(), None, "there is no such process");
     }
 
-    fn tree(maps: &str, entries: &[u64]) -> (tempfile::TempDir, Root) {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir_all(dir.path().join("proc/7")).unwrap();
-        std::fs::write(dir.path().join("proc/7/maps"), maps).unwrap();
+    fn mapped(maps: &str, entries: &[u64]) -> Tree {
+        let root = tree(&[("/proc/7/maps", maps)]);
         let bytes: Vec<u8> = entries.iter().flat_map(|e| e.to_ne_bytes()).collect();
-        std::fs::write(dir.path().join("proc/7/pagemap"), bytes).unwrap();
-        let root = Root::at(dir.path());
-        (dir, root)
+        root.put("/proc/7/pagemap", bytes);
+        root
     }
 
     #[test]
@@ -131,7 +129,7 @@ mod tests {
         let maps = "00001000-00006000 rw-p 00000000 00:00 0 \n";
         let (present, swapped) = (Entry::PRESENT, Entry::SWAPPED);
         let own = present | Entry::EXCLUSIVE;
-        let (_dir, root) = tree(maps, &[own, own, swapped, present, present | Entry::FILE, 0, own]);
+        let root = mapped(maps, &[own, own, swapped, present, present | Entry::FILE, 0, own]);
         let pages = |n| Bytes(n * PAGE);
         let counted = OwnMemory { resident: pages(2), swap: pages(1) };
         assert_eq!(count(&root, 7).unwrap(), Some(counted), "page 1 to 5");
@@ -139,18 +137,16 @@ mod tests {
 
     #[test]
     fn a_process_that_reserves_terabytes_or_has_nothing_is_not_counted() {
-        let (_dir, root) =
-            tree("000000000000-7fffffffffff r--p 00000000 00:00 0 \n", &[Entry::PRESENT]);
-        assert_eq!(count(&root, 7).unwrap(), None);
-        let (_dir, root) = tree("", &[]);
-        assert_eq!(count(&root, 7).unwrap(), None);
-        let (_dir, root) = tree("nonsense\n", &[]);
-        assert!(count(&root, 7).is_err());
+        let large = "000000000000-7fffffffffff r--p 00000000 00:00 0 \n";
+        for root in [mapped(large, &[Entry::PRESENT]), mapped("", &[])] {
+            assert_eq!(count(&root, 7).unwrap(), None);
+        }
+        assert!(count(&mapped("nonsense\n", &[]), 7).is_err());
     }
 
     #[test]
     fn what_could_not_be_counted_is_counted_again_soon() {
-        let (_dir, root) = tree("nonsense\n", &[]);
+        let root = mapped("nonsense\n", &[]);
         let (mut own, begun) = (OwnCount::default(), Instant::now());
         for s in [0, 2, 4, 6] {
             let now = begun + Duration::from_secs(s);

@@ -148,14 +148,14 @@ fn word(file: &File, index: u64) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::tree;
 
     #[test]
     fn pages_are_told_with_their_addresses_as_far_as_there_are_any() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir_all(dir.path().join("proc/7")).unwrap();
+        let root = tree(&[]);
         let words: Vec<u8> = (0..20_000u64).flat_map(u64::to_ne_bytes).collect();
-        std::fs::write(dir.path().join("proc/7/pagemap"), [&words[..], &[1; 7]].concat()).unwrap();
-        let pagemap = Pagemap::open(&Root::at(dir.path()), 7).unwrap();
+        root.put("/proc/7/pagemap", [&words[..], &[1; 7]].concat());
+        let pagemap = Pagemap::open(&root, 7).unwrap();
         let told = |start, pages| {
             let mut told = Vec::new();
             let range = Range { start: start * PAGE, len: pages * PAGE };
@@ -169,7 +169,7 @@ mod tests {
         assert_eq!(told(30_000, 1), []);
         assert_eq!(pagemap.entry(19_999 * PAGE), Some(Entry(19_999)));
         assert_eq!((pagemap.entry(20_000 * PAGE), pagemap.entry(u64::MAX)), (None, None));
-        assert!(Pagemap::open(&Root::at(dir.path()), 8).is_err());
+        assert!(Pagemap::open(&root, 8).is_err());
     }
 
     #[test]

@@ -250,9 +250,13 @@ pub fn parse_credentials(text: &str) -> Result<Credentials, ParseError> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
     use ebb_core::units::Bytes;
 
     use super::*;
+    use crate::testing::{self, tree};
 
     #[test]
     fn a_hostile_name_does_not_shift_the_fields() {
@@ -272,13 +276,10 @@ mod tests {
 
     #[test]
     fn a_process_has_ended_only_where_that_is_proven() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        let proc = dir.path().join("proc/7");
+        let root = tree(&[]);
         let id = VmId { pid: 7, start: 99 };
         assert_eq!(life(&root, id), Life::Ended, "a fixture tree that lacks it");
-        std::fs::create_dir_all(&proc).unwrap();
-        let stat = |state, start| format!("7 (kvm) {state}{} {start} 0", " 0".repeat(18));
+        let stat = |state, start| testing::stat(7, "kvm", state, start);
         for (text, expected) in [
             (stat('S', 99), Life::Alive),
             (stat('S', 98), Life::Ended),
@@ -287,28 +288,12 @@ mod tests {
             (String::new(), Life::Unknown),
             ("7 (kvm) S".into(), Life::Unknown),
         ] {
-            std::fs::write(proc.join("stat"), &text).unwrap();
+            root.put("/proc/7/stat", &text);
             assert_eq!(life(&root, id), expected, "{text}");
         }
-        std::fs::remove_file(proc.join("stat")).unwrap();
-        std::fs::create_dir(proc.join("stat")).unwrap();
+        root.remove("/proc/7/stat");
+        root.dir("/proc/7/stat");
         assert_eq!(life(&root, id), Life::Unknown, "it cannot be read");
-    }
-
-    #[test]
-    fn a_process_of_this_machine_lives_until_it_has_ended() {
-        let root = Root::default();
-        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
-        let pid = child.id();
-        let id = VmId { pid, start: read_stat(&root, pid).unwrap().unwrap().start };
-        assert_eq!(life(&root, id), Life::Alive);
-        child.kill().unwrap();
-        while read_stat(&root, pid).unwrap().unwrap().state != 'Z' {
-            std::thread::yield_now();
-        }
-        assert_eq!(life(&root, id), Life::Ended, "a zombie");
-        child.wait().unwrap();
-        assert_eq!(life(&root, id), Life::Ended);
     }
 
     #[test]
@@ -338,17 +323,16 @@ mod tests {
 
     #[test]
     fn a_watched_process_whose_file_cannot_be_read_is_looked_at_anew() {
-        let fails = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let fails = Arc::new(AtomicBool::new(false));
         let switch = fails.clone();
-        let root = Root::default().with_faults(std::sync::Arc::new(move |_: &std::path::Path| {
-            let fails = switch.load(std::sync::atomic::Ordering::Relaxed);
-            fails.then(|| Err(Errno::MFILE.into()))
+        let root = Root::default().with_faults(Arc::new(move |_: &std::path::Path| {
+            switch.load(Relaxed).then(|| Err(Errno::MFILE.into()))
         }));
         let pid = std::process::id();
         let id = VmId { pid, start: read_stat(&root, pid).unwrap().unwrap().start };
         let mut me = Watched::new(id);
         for fail in [false, true, false] {
-            fails.store(fail, std::sync::atomic::Ordering::Relaxed);
+            fails.store(fail, Relaxed);
             let (life, memory) = me.look(&root, true);
             assert_eq!(life, if fail { Life::Unknown } else { Life::Alive });
             assert_eq!((memory.is_err(), me.file.is_none()), (fail, fail));

@@ -65,6 +65,7 @@ fn area(line: &str) -> Option<SwapArea> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::tree;
 
     #[test]
     fn areas_are_read_with_escaped_paths_and_negative_priorities() {
@@ -80,8 +81,7 @@ mod tests {
 
     #[test]
     fn swap_that_is_memory_is_told_apart() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let root = tree(&[]);
         assert_eq!(read_swaps(&root).unwrap(), None);
         assert!(!read_zswap(&root).unwrap());
         root.put(

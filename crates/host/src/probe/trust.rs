@@ -181,23 +181,18 @@ fn uid_of(passwd: &str, name: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use crate::testing::{ANYTHING, Tree, tree};
+    use std::os::unix::fs::PermissionsExt;
 
     /// A machine with one process, 10, and its program.
-    fn machine(status: &str, program: &str) -> (tempfile::TempDir, Root) {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        for d in ["/proc/10", "/etc", "/bin"] {
-            std::fs::create_dir_all(root.path(d)).unwrap();
-        }
-        std::fs::write(root.path("/proc/10/status"), status).unwrap();
-        std::fs::write(root.path("/etc/passwd"), "root:x:0:0::/:/bin/sh\nqemu:x:64055:\nal:x:7:\n")
-            .unwrap();
+    fn machine(status: &str, program: &str) -> Tree {
+        let passwd = "root:x:0:0::/:/bin/sh\nqemu:x:64055:\nal:x:7:\n";
+        let root = tree(&[("/proc/10/status", status), ("/etc/passwd", passwd)]);
         let file = root.path("/bin").join(program);
-        std::fs::write(&file, "").unwrap();
+        root.put(format!("/bin/{program}"), "");
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).unwrap();
-        symlink(&file, root.path("/proc/10/exe")).unwrap();
-        (dir, root)
+        root.link(&file, "/proc/10/exe");
+        root
     }
 
     fn check(trust: &TrustRules, root: &Root) -> ProcessTrust {
@@ -220,7 +215,7 @@ mod tests {
             without_program(),
             also(vec![User::Name("al".into())]),
             also(vec![User::Uid(7), User::Name("none".into())]),
-            TrustRules { users: None, programs: None, containers: true },
+            ANYTHING,
         ];
         for (uids, expected) in [
             ("0 0 0 0", [true, true, true, true]),
@@ -231,31 +226,28 @@ mod tests {
             ("0 0 7 0", [false, true, true, true]),
             ("8 8 8 8", [false, false, false, true]),
         ] {
-            let (_dir, root) = machine(&format!("Uid: {uids}\n"), "kvm");
+            let root = machine(&format!("Uid: {uids}\n"), "kvm");
             let found: Vec<bool> =
                 trusts.iter().map(|t| check(t, &root) == ProcessTrust::Trusted).collect();
             assert_eq!(found, expected, "{uids}");
         }
-        let (_dir, root) = machine("Uid: 8 8 8 8\n", "kvm");
+        let root = machine("Uid: 8 8 8 8\n", "kvm");
         assert!(refused(check(&trusts[0], &root)).contains("runs as uid 8: add it to host.users"));
         assert_eq!(trusts[2].uids(&root).unwrap().unknown, ["none"]);
     }
 
     #[test]
     fn a_process_in_a_container_is_a_vm_only_where_that_is_allowed() {
-        let (_dir, root) = machine("Uid: 0 0 0 0\nNSpid: 10 1\n", "kvm");
+        let root = machine("Uid: 0 0 0 0\nNSpid: 10 1\n", "kvm");
         assert!(refused(check(&without_program(), &root)).contains("host.containers"));
         let allowed = TrustRules { containers: true, ..without_program() };
         assert_eq!(check(&allowed, &root), ProcessTrust::Trusted);
         // In a user namespace of its own a user can mount what it likes at QEMU's path.
-        let (_dir, root) = machine("Uid: 0 0 0 0\nNSpid: 10\n", "kvm");
-        for (process, namespace) in [("self", "user:[1]"), ("10", "user:[1]")] {
-            std::fs::create_dir_all(root.path(format!("/proc/{process}/ns"))).unwrap();
-            symlink(namespace, root.path(format!("/proc/{process}/ns/user"))).unwrap();
-        }
+        let root = machine("Uid: 0 0 0 0\nNSpid: 10\n", "kvm");
+        root.link("user:[1]", "/proc/self/ns/user");
+        root.link("user:[1]", "/proc/10/ns/user");
         assert_eq!(check(&without_program(), &root), ProcessTrust::Trusted);
-        std::fs::remove_file(root.path("/proc/10/ns/user")).unwrap();
-        symlink("user:[2]", root.path("/proc/10/ns/user")).unwrap();
+        root.link("user:[2]", "/proc/10/ns/user");
         assert!(refused(check(&without_program(), &root)).contains("another user namespace"));
         assert_eq!(check(&allowed, &root), ProcessTrust::Trusted);
     }
@@ -263,9 +255,9 @@ mod tests {
     #[test]
     fn a_program_that_is_not_qemu_or_not_roots_alone_is_no_vm() {
         let mut trust = TrustRules { users: None, ..TrustRules::default() };
-        let (_dir, root) = machine("Uid: 0 0 0 0\n", "python3");
+        let root = machine("Uid: 0 0 0 0\n", "python3");
         assert!(refused(check(&trust, &root)).contains("is not QEMU"));
-        let (_dir, root) = machine("Uid: 0 0 0 0\n", "qemu-system-x86_64");
+        let root = machine("Uid: 0 0 0 0\n", "qemu-system-x86_64");
         assert!(refused(check(&trust, &root)).contains("add it to host.programs"));
         let file = root.path("/bin/qemu-system-x86_64");
         trust.programs = Some(vec![file.display().to_string()]);
@@ -279,7 +271,7 @@ mod tests {
         }
         assert!(refused(check(&trust, &root)).contains("only root may be able to change it"));
         // A directory, or what is gone.
-        std::fs::remove_file(root.path("/proc/10/exe")).unwrap();
+        root.remove("/proc/10/exe");
         assert_eq!(check(&trust, &root), ProcessTrust::Gone);
     }
 

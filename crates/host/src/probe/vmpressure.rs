@@ -76,6 +76,12 @@ fn demultiplex([low, medium, critical]: [u64; 3]) -> VmPressure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::tree;
+
+    fn said(root: &Root, version: Version) -> Probed<PressureEvents> {
+        let hierarchy = Hierarchy { version, point: "/cg".into(), root: "/".into() };
+        PressureEvents::open(root, &hierarchy, "/a")
+    }
 
     #[test]
     fn each_notification_counts_at_its_own_level() {
@@ -86,22 +92,16 @@ mod tests {
 
     #[test]
     fn where_there_is_no_such_file_there_are_no_notifications() {
-        let dir = tempfile::tempdir().unwrap();
-        let h = |version| Hierarchy { version, point: "/cg".into(), root: "/".into() };
-        let root = Root::at(dir.path());
-        assert!(PressureEvents::open(&root, &h(Version::V1), "/a").unwrap().is_none());
-        assert!(PressureEvents::open(&root, &h(Version::V2), "/a").unwrap().is_none());
+        let root = tree(&[]);
+        assert!(said(&root, Version::V1).unwrap().is_none());
+        assert!(said(&root, Version::V2).unwrap().is_none());
     }
 
     #[test]
     fn a_cgroup_that_refuses_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let a = dir.path().join("cg/a");
-        std::fs::create_dir_all(&a).unwrap();
-        std::fs::write(a.join("memory.pressure_level"), "").unwrap();
-        std::fs::create_dir(a.join("cgroup.event_control")).unwrap();
-        let h = Hierarchy { version: Version::V1, point: "/cg".into(), root: "/".into() };
-        let said = PressureEvents::open(&Root::at(dir.path()), &h, "/a").unwrap_err().to_string();
+        let root = tree(&[("/cg/a/memory.pressure_level", "")]);
+        root.dir("/cg/a/cgroup.event_control");
+        let said = said(&root, Version::V1).unwrap_err().to_string();
         assert!(said.contains("cgroup.event_control"), "{said}");
     }
 }

@@ -225,28 +225,4 @@ fn is_in_queue(socket: &OwnedFd) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::sockets::connect;
-    use std::io::{Read, Write};
-    use std::os::unix::net::UnixListener;
-
-    #[test]
-    fn a_connection_is_in_the_queue_until_the_server_accepts_it_and_finds_its_end() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("q");
-        let listener = UnixListener::bind(&path).unwrap();
-        assert!(!waits(&path));
-        leave(&path, connect(&path).unwrap());
-        assert!(waits(&path) && !waits(&dir.path().join("other")));
-        let (mut served, _) = listener.accept().unwrap();
-        assert!(waits(&path), "accepting alone shows nothing");
-        assert_eq!(served.read(&mut [0; 8]).unwrap(), 0, "the end");
-        served.write_all(b"greeting").unwrap();
-        assert!(!waits(&path));
-        leave(&path, connect(&path).unwrap());
-        assert!(waits(&path));
-        drop(listener);
-        assert!(!waits(&path), "the server has ended");
-    }
-}
+mod tests;

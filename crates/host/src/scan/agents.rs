@@ -127,6 +127,10 @@ mod tests {
 
     use super::*;
 
+    fn ask(link: &HashLink, ranges: Vec<Range>) -> Result<HashReply> {
+        link.ask(&HashRequest { secret: [0; SECRET], lines: false, ranges })
+    }
+
     fn told_by(
         answer: impl FnOnce(&mut UnixStream) + Send + 'static,
     ) -> (HashLink, Result<HashReply>) {
@@ -137,9 +141,7 @@ mod tests {
             socket.read_exact(&mut asked).unwrap();
             answer(&mut socket);
         });
-        let page = Range { start: PAGE, len: PAGE };
-        let reply =
-            link.ask(&HashRequest { secret: [0; SECRET], lines: false, ranges: vec![page] });
+        let reply = ask(&link, vec![Range { start: PAGE, len: PAGE }]);
         peer.join().unwrap();
         (link, reply)
     }
@@ -161,9 +163,7 @@ mod tests {
         for bytes in answers {
             let (link, got) = told_by(move |s| s.write_all(&bytes).unwrap());
             assert!(got.is_err() && link.failure().unwrap().contains("does not hash"));
-            let again =
-                link.ask(&HashRequest { secret: [0; SECRET], lines: false, ranges: vec![] });
-            assert!(again.is_err());
+            assert!(ask(&link, vec![]).is_err());
         }
     }
 }

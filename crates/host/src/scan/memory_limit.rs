@@ -35,9 +35,8 @@ pub fn one_in(held: Bytes, room: Bytes) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
+    use crate::testing::tree;
 
     #[test]
     fn all_is_read_where_the_tables_fit() {
@@ -49,26 +48,20 @@ mod tests {
 
     #[test]
     fn the_host_and_the_own_cgroup_bound_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let root = tree(&[]);
         assert_eq!(room(&root), LEAST);
-        let proc = dir.path().join("proc");
-        let own = proc.join(std::process::id().to_string());
-        let unit = dir.path().join("sys/fs/cgroup/system.slice/ebb.service");
-        for made in [proc.join("self"), own.clone(), unit.clone()] {
-            fs::create_dir_all(made).unwrap();
-        }
         let meminfo = "MemTotal: 16777216 kB\nMemFree: 1024 kB\nMemAvailable: 4194304 kB\n";
-        fs::write(proc.join("meminfo"), meminfo).unwrap();
+        root.put("/proc/meminfo", meminfo);
         assert_eq!(room(&root), Bytes::gib(1));
         let mount = "30 23 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n";
-        fs::write(proc.join("self/mountinfo"), mount).unwrap();
-        let controllers = dir.path().join("sys/fs/cgroup/cgroup.controllers");
-        fs::write(controllers, "cpu memory\n").unwrap();
-        fs::write(own.join("cgroup"), "0::/system.slice/ebb.service\n").unwrap();
-        fs::write(unit.join("memory.max"), "max\n").unwrap();
+        root.put("/proc/self/mountinfo", mount);
+        root.put("/sys/fs/cgroup/cgroup.controllers", "cpu memory\n");
+        let own = format!("/proc/{}/cgroup", std::process::id());
+        root.put(own, "0::/system.slice/ebb.service\n");
+        let limit = |max: &str| root.put("/sys/fs/cgroup/system.slice/ebb.service/memory.max", max);
+        limit("max\n");
         assert_eq!(room(&root), Bytes::gib(1));
-        fs::write(unit.join("memory.max"), "268435456\n").unwrap();
+        limit("268435456\n");
         assert_eq!(room(&root), Bytes::mib(128));
     }
 }

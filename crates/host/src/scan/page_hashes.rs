@@ -75,8 +75,8 @@ mod tests {
 
     #[test]
     fn a_page_is_unchanged_only_if_it_was_seen_and_is_the_same() {
-        let ram =
-            [Range { start: 0x10_0000, len: 8 * PAGE }, Range { start: 0x40_0000, len: PAGE }];
+        let range = |start, pages| Range { start, len: pages * PAGE };
+        let ram = [range(0x10_0000, 8), range(0x40_0000, 1)];
         let mut tags = PageHashes::default();
         tags.fit(&ram);
         for page in [0x10_0000, 0x10_7000, 0x40_0000] {

@@ -10,6 +10,7 @@ use ebb_core::policy::merge::Candidates;
 
 use super::*;
 use crate::probe::process::read_stat;
+use crate::testing::tree;
 
 /// Memory of the holder, pages.
 const PAGES: u64 = 4096;
@@ -458,22 +459,16 @@ fn a_survey_of_much_reads_whole_what_has_duplicates_in_a_sample() {
 
 #[test]
 fn ram_that_is_many_times_the_hosts_memory_is_not_scanned() {
-    let dir = tempfile::tempdir().unwrap();
-    let root = Root::at(dir.path());
-    let id = VmId { pid: 7, start: 1 };
+    let root = tree(&[]);
     let found = |gib: u64| {
-        let (at, process) = (1u64 << 40, dir.path().join("proc/7"));
-        std::fs::create_dir_all(&process).unwrap();
-        let smaps = format!(
-            "{at:x}-{:x} rw-p 00000000 00:00 0\nRss: 4096 kB\nVmFlags: rd wr dc mg\n",
-            at + (gib << 30)
-        );
-        std::fs::write(process.join("smaps"), smaps).unwrap();
-        Found::look(&root, id, "a", "g").unwrap().unwrap()
+        let (at, end) = (1u64 << 40, (1u64 << 40) + (gib << 30));
+        let line = format!("{at:x}-{end:x} rw-p 00000000 00:00 0\n");
+        root.put("/proc/7/smaps", line + "Rss: 4096 kB\nVmFlags: rd wr dc mg\n");
+        Found::look(&root, VmId { pid: 7, start: 1 }, "a", "g").unwrap().unwrap()
     };
     assert!(found(1 << 14).target.is_some(), "the host's memory is not known");
     let meminfo = "MemTotal: 1048576 kB\nMemFree: 9 kB\nMemAvailable: 9 kB\n";
-    std::fs::write(dir.path().join("proc/meminfo"), meminfo).unwrap();
+    root.put("/proc/meminfo", meminfo);
     let most = found(16);
     assert!(most.target.is_some() && most.refused.is_none());
     let beyond = found(17);

@@ -305,6 +305,8 @@ impl Vm {
                 let silent = client.heard.elapsed().as_secs_f64();
                 Link::Slow(format!("{}: silent for {silent:.1} s", client.path().display()))
             }
+            // Another attempt at a socket that serves another client.
+            _ if matches!(self.down, Link::Taken(_)) => self.down.clone(),
             _ => Link::Slow(format!("{}: has not greeted yet", client.path().display())),
         }
     }

@@ -317,8 +317,6 @@ impl UnderWay {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{BufRead, BufReader, Write};
-    use std::os::unix::net::UnixListener;
     use std::sync::{Arc, Mutex};
 
     use ebb_core::units::Stamp;
@@ -326,6 +324,7 @@ mod tests {
 
     use super::*;
     use crate::act::vm_mergeable::MemoryBlock;
+    use crate::testing::{eventually, qmp, socket};
 
     const RAM: u64 = 1 << 30;
     const DISPLAY: u64 = 64 << 20;
@@ -345,14 +344,18 @@ mod tests {
         KsmState { blocks }
     }
 
-    /// A stand-in for QEMU with one private and one shared backend: what it is told
-    /// to do with its RAM shows in the mark, or not at all.
-    fn qemu(listener: UnixListener, mark: Arc<Mutex<bool>>, does: bool) {
-        let (mut stream, _) = listener.accept().unwrap();
-        stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n").unwrap();
-        for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
-            let asked: Value = serde_json::from_str(&line).unwrap();
-            let said = match asked["execute"].as_str().unwrap() {
+    /// What happens to a VM whose RAM is `open`. Its QEMU has one private and one shared backend:
+    /// what it is told to do with its RAM shows in the mark, or not at all.
+    fn with_qemu<T>(
+        open: bool,
+        does: bool,
+        run: impl FnOnce(&mut Client, &dyn Fn() -> bool) -> T,
+    ) -> T {
+        let (_dir, listener, path) = socket();
+        let mark = Arc::new(Mutex::new(open));
+        let theirs = Arc::clone(&mark);
+        let says = move |asked: &Value, _: &str| {
+            Some(Ok(match asked["execute"].as_str().unwrap() {
                 "query-memdev" => json!([
                     { "id": "pc.ram", "share": false, "size": RAM },
                     { "id": "other", "share": true, "size": 4096 },
@@ -361,31 +364,14 @@ mod tests {
                     assert_eq!(asked["arguments"]["path"], "/objects/pc.ram");
                     let value = asked["arguments"]["value"].as_bool().unwrap();
                     if does {
-                        *mark.lock().unwrap() = value;
+                        *theirs.lock().unwrap() = value;
                     }
                     json!({})
                 }
                 _ => json!({}),
-            };
-            let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
-            if stream.write_all(answer.as_bytes()).is_err() {
-                return;
-            }
-        }
-    }
-
-    /// What happens to a VM whose RAM is `open`.
-    fn with_qemu<T>(
-        open: bool,
-        does: bool,
-        run: impl FnOnce(&mut Client, &dyn Fn() -> bool) -> T,
-    ) -> T {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("qmp");
-        let listener = UnixListener::bind(&path).unwrap();
-        let mark = Arc::new(Mutex::new(open));
-        let theirs = Arc::clone(&mark);
-        let peer = std::thread::spawn(move || qemu(listener, theirs, does));
+            }))
+        };
+        let peer = std::thread::spawn(move || qmp(listener.accept().unwrap().0, says));
         let mut client = Client::connect(&path, Duration::from_secs(20)).unwrap();
         let result = run(&mut client, &|| *mark.lock().unwrap());
         drop(client);
@@ -402,13 +388,11 @@ mod tests {
         client: &mut Client,
         mut each: impl FnMut(&mut MergeLink, &mut Client),
     ) {
-        let until = Instant::now() + Duration::from_secs(20);
-        while link.is_busy() && Instant::now() < until {
+        eventually(|| {
             client.pump();
             each(link, client);
-            std::thread::yield_now();
-        }
-        assert!(!link.is_busy(), "it comes to an end");
+            !link.is_busy()
+        });
     }
 
     /// An order carried out; the mark afterwards, and the error.
@@ -460,9 +444,8 @@ mod tests {
 
     #[test]
     fn a_lost_connection_ends_an_order() {
-        let dir = tempfile::tempdir().unwrap();
         let mut link = MergeLink::default();
-        link.order(true, &mut Client::new(dir.path().join("none")));
+        link.order(true, &mut Client::new("/nonexistent"));
         assert!(!link.is_busy() && link.error.as_ref().unwrap().contains("no such socket"));
         link.under_way = Some(UnderWay::new(Some(true), 1));
         link.go_on(None, None);

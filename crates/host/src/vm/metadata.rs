@@ -136,7 +136,7 @@ mod tests {
     use ebb_core::sample::VmId;
 
     use super::*;
-    use crate::root::Root;
+    use crate::testing::{tree, within_a_minute};
 
     #[test]
     fn metadata_that_a_dead_libvirt_does_not_tell_is_not_read_and_a_vm_of_nobody_has_none() {
@@ -144,10 +144,7 @@ mod tests {
         if !rustix::process::getuid().is_root() {
             return;
         }
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        root.put("/proc/10/stat", "");
-        root.put("/run/libvirt/libvirt-sock", "nobody listens");
+        let root = tree(&[("/proc/10/stat", ""), ("/run/libvirt/libvirt-sock", "nobody listens")]);
         let libvirt = Libvirt::new(root.clone(), false).unwrap();
         let process = QemuProcess::plain(VmId { pid: 10, start: 7 }, "web".into());
         let (mut domain, now) = (DomainSettings::default(), Instant::now());
@@ -160,14 +157,11 @@ mod tests {
         let later = now + LOOK_UP;
         domain.look(&libvirt, &process, later);
         assert_eq!(domain.says, Metadata::Unread("libvirt has not answered yet".into()));
-        let why = loop {
+        let why = within_a_minute(|| {
             domain.look(&libvirt, &process, later);
-            match &domain.says {
-                Metadata::Unread(why) if why.contains("does not run") => break why.clone(),
-                other => assert!(matches!(other, Metadata::Unread(_)), "{other:?}"),
-            }
-            std::thread::yield_now();
-        };
+            let Metadata::Unread(why) = &domain.says else { panic!("{:?}", domain.says) };
+            why.contains("does not run").then(|| why.clone())
+        });
         assert!(why.contains("start libvirtd or virtqemud"), "{why}");
     }
 }

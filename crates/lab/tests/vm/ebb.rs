@@ -3,8 +3,6 @@
 //!
 //! Each test runs the built `ebb` with a configuration that looks at its own VMs only.
 
-use std::os::unix::net::UnixStream;
-
 use ebb_host::qmp_balloon;
 use ebb_lab::ebb::run;
 
@@ -142,15 +140,19 @@ fn vm_freed_memory_returns_by_reporting_and_is_accounted_on_both_kernels() {
     });
 }
 
+/// One guest: a dry run, then one that takes, gives before the guest is short, and stops.
 #[test]
-fn vm_inflating_lowers_what_the_host_holds_and_stopping_gives_all_back() {
-    for kernel in kernels(Kernel::V6_1) {
+fn vm_a_dry_run_changes_nothing_and_then_memory_is_taken_given_in_time_and_given_back() {
+    for kernel in kernels(Kernel::V6_12) {
         let arena = arena(Some(TIGHT));
-        let vm = start_holding("inf", kernel, &arena);
+        let vm = start_holding("vm", kernel, &arena);
+        let dir = tempfile::tempdir().unwrap();
+        dry_run(&vm, dir.path());
+
         let cgroup = arena.cgroup().unwrap();
         let (held, charged) = (vm.resident(), cgroup.usage() + cgroup.swap());
-        let (dir, daemon) = watch(&["inf"], SHORT);
-        wait_taken(&daemon, "inf", Bytes::mib(360));
+        let daemon = Daemon::start(dir.path(), &["vm"], SHORT).unwrap();
+        wait_taken(&daemon, "vm", Bytes::mib(340));
         vm.wait_for("less residency", MINUTE, |vm| {
             let less = vm.resident() + Bytes::mib(80) < held;
             let proof = cgroup.usage() + cgroup.swap() + Bytes::mib(80) < charged;
@@ -158,32 +160,40 @@ fn vm_inflating_lowers_what_the_host_holds_and_stopping_gives_all_back() {
         })
         .unwrap();
         // What was decided can be asked for.
-        let out = ebb_says(dir.path(), &["explain", "inf"]);
+        let out = ebb_says(dir.path(), &["explain", "vm"]);
         assert!(out.contains("host") && out.contains("idle"), "{out}");
+
+        // More than it has; the host has room for it.
+        begin_burst(&vm, 3000);
+        let more = |s: &Value| bytes(of(s, "vm"), "actual") > 360 << 20;
+        daemon.wait_for("more memory", MINUTE, more).unwrap();
+        burst_is_survived(&vm);
         assert!(daemon.stop());
         wait_size(&vm, RAM);
         assert_eq!(state_file(dir.path())["vms"], json!([]), "nothing is owed any more");
         check_record(dir.path());
-    }
-}
-
-#[test]
-fn vm_memory_is_ordered_for_a_guest_no_later_than_it_shows_distress() {
-    for kernel in kernels(Kernel::V6_12) {
-        let arena = arena(Some(TIGHT));
-        let vm = start_holding("dis", kernel, &arena);
-        let (dir, daemon) = watch(&["dis"], SHORT);
-        wait_taken(&daemon, "dis", Bytes::mib(340));
-        // More than it has; the host has room for it.
-        begin_burst(&vm, 3000);
-        let more = |s: &Value| bytes(of(s, "dis"), "actual") > 360 << 20;
-        daemon.wait_for("more memory", MINUTE, more).unwrap();
-        burst_is_survived(&vm);
-        assert!(daemon.stop());
-        check_record(dir.path());
         // How long it takes on the clock, `cargo lab handback` measures.
         ordered_before_it_is_short(dir.path());
     }
+}
+
+fn dry_run(vm: &Vm, dir: &Path) {
+    // A dry run does not have guests asked for statistics: it sees those that are asked anyway.
+    let interval = |command: &str, mut arguments: Value| {
+        arguments["path"] = json!("/machine/peripheral/balloon0");
+        arguments["property"] = json!("guest-stats-polling-interval");
+        vm.qmp(command, Some(arguments)).unwrap()
+    };
+    interval("qom-set", json!({ "value": 3 }));
+    Daemon::configure(dir, &["vm"], SHORT).unwrap();
+    let daemon = Daemon::start_again(dir, &["--dry-run"]).unwrap();
+    let decided = |s: &Value| of(s, "vm")["verdict"].to_string().contains("dry run");
+    daemon.wait_for("a decision", MINUTE, decided).unwrap();
+    assert_eq!(vm.balloon().unwrap(), RAM);
+    assert!(!dir.join("state.json").exists());
+    assert!(daemon.stop());
+    assert_eq!(interval("qom-get", json!({})), 3, "nor how often the guest is asked");
+    check_record(dir);
 }
 
 /// A recorded order to grow comes no later than the first answer that shows the guest with
@@ -238,58 +248,6 @@ fn vm_a_squeezed_guest_gets_memory_back_by_squeezing_an_idle_other() {
     check_record(dir.path());
 }
 
-/// Nothing is taken of a guest that is being migrated; what it needs it is given.
-#[test]
-fn vm_a_guest_in_need_is_given_memory_while_it_is_being_migrated() {
-    let arena = arena(None);
-    let vm = start_holding("moves", Kernel::V6_1, &arena);
-    let (dir, daemon) = watch(&["moves"], "");
-    daemon.squeeze("moves", Bytes::mib(280)).unwrap();
-
-    begin_migration(&vm);
-    let moves = |s: &Value| of(s, "moves")["run"] == "migrating";
-    daemon.wait_for("a migrating VM", MINUTE, moves).unwrap();
-    daemon.reclaim_vm("moves").unwrap();
-    begin_burst(&vm, 2000);
-    let more = |s: &Value| bytes(of(s, "moves"), "actual") >= 360 << 20;
-    daemon.wait_for("more memory", MINUTE, more).unwrap();
-    burst_is_survived(&vm);
-    end_migration(&vm);
-    assert!(daemon.stop());
-    check_record(dir.path());
-
-    let ticks = recorded_ticks(dir.path());
-    let during = ticks.iter().filter(|t| t["sample"]["vms"][0]["run"] == "migrating");
-    let orders: Vec<(u64, u64)> =
-        during.flat_map(orders_of).map(|a| (bytes(a, "from"), bytes(a, "to"))).collect();
-    assert!(!orders.is_empty() && orders.iter().all(|(from, to)| to >= from), "{orders:?}");
-}
-
-#[test]
-fn vm_a_killed_daemon_leaves_guests_whole_and_the_next_owns_what_it_took() {
-    let arena = arena(Some(TIGHT));
-    let vm = start_holding("own", Kernel::V6_1, &arena);
-    let args = "size=33554432 seconds=100000 seed=5";
-    vm.tool().start("v", "verify", args).unwrap();
-    let (dir, daemon) = watch(&["own"], SHORT);
-    let small = wait_taken(&daemon, "own", Bytes::mib(420));
-    let state = state_file(dir.path());
-    let owed = &state["vms"][0];
-    assert_eq!((owed["name"].as_str(), owed["others"].as_u64()), (Some("own"), Some(0)), "{state}");
-    daemon.crash();
-    assert!(vm.balloon().unwrap() <= Bytes(small) + Bytes::mib(1), "the crash left it ballooned");
-    fs::copy(dir.path().join("record.jsonl"), dir.path().join("first.jsonl")).unwrap();
-
-    let daemon = Daemon::start(dir.path(), &["own"], SHORT).unwrap();
-    said(&daemon, "owned again");
-    let again = daemon.vm("own").unwrap();
-    assert_eq!(bytes(&again, "ceiling"), RAM.0, "it knows what is owed: {again}");
-    assert!(daemon.stop());
-    wait_size(&vm, RAM);
-    stop_verify(&vm);
-    check_record(dir.path());
-}
-
 #[test]
 fn vm_release_gives_back_what_a_dead_daemon_took_and_keeps_what_it_could_not() {
     let arena = arena(Some(TIGHT));
@@ -320,30 +278,7 @@ fn vm_release_gives_back_what_a_dead_daemon_took_and_keeps_what_it_could_not() {
 }
 
 #[test]
-fn vm_a_vm_that_dies_or_quits_mid_tick_does_not_touch_the_others() {
-    let arena = arena(None);
-    let names = ["die1", "die2", "die3"];
-    let vms = guest_stack::boot(&names.map(|n| config(n, Kernel::V6_1, true, &arena))).unwrap();
-    let (dir, daemon) = watch(&names, "");
-    let up = |s: &Value, n: usize| {
-        let vms = s["vms"].as_array().unwrap();
-        vms.len() == n && vms.iter().all(|v| v["link"]["state"] == "up")
-    };
-    daemon.wait_for("three VMs", MINUTE, |s| up(s, 3)).unwrap();
-    // One as if it crashed, one that closes its sockets on its own.
-    vms[0].kill();
-    daemon.wait_for("two VMs", MINUTE, |s| up(s, 2)).unwrap();
-    let _ = vms[1].qmp("quit", None);
-    daemon.wait_for("one VM", MINUTE, |s| up(s, 1)).unwrap();
-    let left = daemon.state().unwrap();
-    assert_eq!(left["vms"][0]["name"], "die3");
-    assert_eq!(left["vms"][0]["run"], "running");
-    assert!(daemon.stop());
-    check_record(dir.path());
-}
-
-#[test]
-fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
+fn vm_a_qemu_that_stops_or_ends_is_noticed_and_does_not_touch_the_others() {
     let arena = arena(None);
     let names = ["stop1", "stop2", "stop3"];
     let vms = guest_stack::boot(&names.map(|n| config(n, Kernel::V6_12, true, &arena))).unwrap();
@@ -380,53 +315,36 @@ fn vm_a_stopped_qemu_is_noticed_skipped_and_taken_up_again() {
     wait_link(&["stop1"], "up");
     let left_alone = |s: &Value| of(s, "stop1")["standing"].to_string().contains("not heard");
     daemon.wait_for("left alone", MINUTE, left_alone).unwrap();
+
+    // One as if it crashed, one that closes its sockets on its own.
+    let only = |s: &Value, names: &[&str]| {
+        let vms = s["vms"].as_array().unwrap();
+        vms.len() == names.len() && names.iter().all(|n| link(s, n).as_deref() == Some("up"))
+    };
+    vms[0].kill();
+    daemon.wait_for("two VMs", MINUTE, |s| only(s, &names[1..])).unwrap();
+    let _ = vms[1].qmp("quit", None);
+    daemon.wait_for("one VM", MINUTE, |s| only(s, &names[2..])).unwrap();
+    assert_eq!(daemon.vm("stop3").unwrap()["run"], "running");
     assert!(daemon.stop());
     check_record(dir.path());
 }
 
 #[test]
 fn vm_a_ballooned_guest_reboots_with_all_its_memory() {
-    for reset in [false, true] {
-        // A quarter of the reserve is kept back from a guest that boots. What is left beside that
-        // is more than was taken, however much of it that was when the guest rebooted.
-        let arena = arena(Some(TIGHT + Bytes::mib(192)));
-        let mut vm = start_holding("boot", Kernel::V6_1, &arena);
-        let (dir, daemon) = watch(&["boot"], "reserve = \"320MiB\"");
-        daemon.squeeze("boot", Bytes::mib(470)).unwrap();
-        if reset {
-            vm.reset().unwrap();
-        } else {
-            vm.request("reboot", MINUTE).unwrap();
-        }
-        vm.wait_ready().unwrap();
-        let given = |s: &Value| bytes(of(s, "boot"), "actual") == RAM.0;
-        daemon.wait_for("all its memory after the reboot", MINUTE, given).unwrap();
-        decided_by(&daemon, "rebooted");
-        assert!(daemon.stop());
-        check_record(dir.path());
-    }
-}
-
-#[test]
-fn vm_a_taken_socket_is_said_and_nothing_else_suffers() {
-    let arena = arena(None);
-    let vm = Vm::start(&config("taken", Kernel::V6_1, true, &arena)).unwrap();
-    let holder = UnixStream::connect(vm.qmp_path()).unwrap();
-    let (dir, daemon) = watch(&["taken"], "");
-    let why = daemon
-        .wait_for("taken socket", MINUTE, |s| {
-            let link = &of(s, "taken")["link"];
-            (link["state"] == "taken").then(|| link["why"].to_string())
-        })
-        .unwrap();
-    assert!(why.contains("one"), "it says that QEMU serves one client: {why}");
-    let (code, out, _) = run_in(dir.path(), &["doctor"]).unwrap();
-    assert_eq!(code, 1, "something is bad");
-    assert!(out.contains("second -qmp"), "{out}");
-    drop(holder);
-    let up = |s: &Value| of(s, "taken")["link"]["state"] == "up";
-    daemon.wait_for("the socket", MINUTE, up).unwrap();
+    // A quarter of the reserve is kept back from a guest that boots. What is left beside that
+    // is more than was taken, however much of it that was when the guest rebooted.
+    let arena = arena(Some(TIGHT + Bytes::mib(192)));
+    let mut vm = start_holding("boot", Kernel::V6_1, &arena);
+    let (dir, daemon) = watch(&["boot"], "reserve = \"320MiB\"");
+    daemon.squeeze("boot", Bytes::mib(470)).unwrap();
+    vm.request("reboot", MINUTE).unwrap();
+    vm.wait_ready().unwrap();
+    let given = |s: &Value| bytes(of(s, "boot"), "actual") == RAM.0;
+    daemon.wait_for("all its memory after the reboot", MINUTE, given).unwrap();
+    decided_by(&daemon, "rebooted");
     assert!(daemon.stop());
+    check_record(dir.path());
 }
 
 #[test]
@@ -445,28 +363,5 @@ fn vm_reclaim_takes_idle_memory_at_once_and_measures_it() {
     assert_eq!(code, 2);
     assert!(err.contains("there are: want"), "{err}");
     assert!(daemon.stop());
-    check_record(dir.path());
-}
-
-#[test]
-fn vm_a_dry_run_changes_nothing() {
-    let arena = arena(Some(TIGHT));
-    let vm = start_holding("dry", Kernel::V6_1, &arena);
-    // A dry run does not have guests asked for statistics: it sees those that are asked anyway.
-    let interval = |command: &str, mut arguments: Value| {
-        arguments["path"] = json!("/machine/peripheral/balloon0");
-        arguments["property"] = json!("guest-stats-polling-interval");
-        vm.qmp(command, Some(arguments)).unwrap()
-    };
-    interval("qom-set", json!({ "value": 3 }));
-    let dir = tempfile::tempdir().unwrap();
-    Daemon::configure(dir.path(), &["dry"], SHORT).unwrap();
-    let daemon = Daemon::start_again(dir.path(), &["--dry-run"]).unwrap();
-    let decided = |s: &Value| of(s, "dry")["verdict"].to_string().contains("dry run");
-    daemon.wait_for("a decision", MINUTE, decided).unwrap();
-    assert_eq!(vm.balloon().unwrap(), RAM);
-    assert!(!dir.path().join("state.json").exists());
-    assert!(daemon.stop());
-    assert_eq!(interval("qom-get", json!({})), 3, "nor how often the guest is asked");
     check_record(dir.path());
 }

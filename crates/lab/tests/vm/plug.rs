@@ -89,18 +89,27 @@ fn wrong_reads(vm: &Vm, right: &str, times: u32) -> u32 {
 }
 
 #[test]
-fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
-    let (_arena, vm, dir, daemon, _) = at_work();
-    let backend = Backend::start(dir.path());
+fn vm_hands_off_holds_and_devices_that_are_plugged_in_lose_nothing() {
+    let (_arena, vm, dir, daemon, socket) = at_work();
+    let daemon =
+        hands_off_ends_when_nothing_touches_the_vm_any_more(&vm, dir.path(), daemon, &socket);
     start_verify(&vm);
+    tripwires_are_lifted_before_a_device_pins_memory(&vm, &daemon);
+    a_vhost_user_disk_loses_nothing(&vm, dir.path(), &daemon);
+    stop_verify(&vm);
+    assert!(daemon.stop());
+}
+
+fn a_vhost_user_disk_loses_nothing(vm: &Vm, dir: &Path, daemon: &Daemon) {
+    let backend = Backend::start(dir);
     // All that is free, at once, again and again, while the device comes.
     daemon.reclaim().unwrap();
     daemon.wait_for("recycling", MINUTE, |s| recycled(&s["vms"][0]) > 0).unwrap();
     let right = backend.sum();
     let wrong = std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
-            backend.plug(&vm);
-            wrong_reads(&vm, &right, 6)
+            backend.plug(vm);
+            wrong_reads(vm, &right, 6)
         });
         while !reader.is_finished() {
             daemon.reclaim().unwrap();
@@ -109,13 +118,11 @@ fn vm_a_vhost_user_disk_that_is_plugged_in_loses_nothing() {
         reader.join().unwrap()
     });
     assert_eq!(wrong, 0);
-    stop_verify(&vm);
     let why = daemon.vm(vm.name()).unwrap()["agent"]["why"].to_string();
     assert!(why.contains("vhost-user"), "{why}");
     // Plugged out, the agent works again.
     vm.qmp("device_del", Some(json!({ "id": "plugged" }))).unwrap();
     daemon.wait_for_tier("guest").unwrap();
-    assert!(daemon.stop());
 }
 
 /// A device node that is called as VFIO's are, and is `/dev/full`.
@@ -141,10 +148,7 @@ impl Drop for Node {
 
 /// QEMU opens a device that pins guest memory. There is none on this machine: the kernel pins
 /// without waiting for userfaultfd, as it does for the writer of `/proc/PID/mem`.
-#[test]
-fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
-    let (_arena, vm, _dir, daemon, _) = at_work();
-    start_verify(&vm);
+fn tripwires_are_lifted_before_a_device_pins_memory(vm: &Vm, daemon: &Daemon) {
     let address = |gpa: u64| {
         let line = json!({ "command-line": format!("gpa2hva {gpa:#x}") });
         let said = vm.qmp("human-monitor-command", Some(line)).unwrap();
@@ -171,19 +175,20 @@ fn vm_tripwires_are_lifted_before_a_device_pins_memory() {
     drop(node);
     daemon.wait_for_tier("guest").unwrap();
     assert_eq!(wires.map(pin), [false, false]);
-    stop_verify(&vm);
-    assert!(daemon.stop());
 }
 
 /// The word that a manager gives before it plugs, and the one after.
-#[test]
-fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
-    let (_arena, vm, dir, daemon, socket) = at_work();
-    ebb_says(dir.path(), &["hands-off", vm.name(), "--for", "5min"]);
+fn hands_off_ends_when_nothing_touches_the_vm_any_more(
+    vm: &Vm,
+    dir: &Path,
+    daemon: Daemon,
+    socket: &Path,
+) -> Daemon {
+    ebb_says(dir, &["hands-off", vm.name(), "--for", "5min"]);
     // The agent is free: it would serve another daemon now, and guards nothing.
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid())).unwrap();
     assert!(!maps.lines().any(|l| l.starts_with("VmFlags:") && l.contains(" uw")));
-    let mut other = Agent::connect(&socket).unwrap();
+    let mut other = Agent::connect(socket).unwrap();
     other.hello(MINUTE).unwrap();
     drop(other);
     daemon.reclaim().unwrap();
@@ -193,12 +198,12 @@ fn vm_hands_off_ends_when_nothing_touches_the_vm_any_more() {
     assert!(shown["standing"].to_string().contains("hands off"), "{shown}");
     // It holds for a daemon that is killed in between.
     daemon.crash();
-    let daemon = Daemon::start_again(dir.path(), &[]).unwrap();
+    let daemon = Daemon::start_again(dir, &[]).unwrap();
     let held = |s: &Value| s["vms"][0]["hands_off"]["done"] == true;
     daemon.wait_for("hands off", MINUTE, held).unwrap();
-    ebb_says(dir.path(), &["hands-on", vm.name()]);
+    ebb_says(dir, &["hands-on", vm.name()]);
     daemon.wait_for_tier("guest").unwrap();
-    let (code, _, err) = run_in(dir.path(), &["hands-off", "nobody"]).unwrap();
+    let (code, _, err) = run_in(dir, &["hands-off", "nobody"]).unwrap();
     assert!(code != 0 && err.contains("nobody"), "{err}");
-    assert!(daemon.stop());
+    daemon
 }

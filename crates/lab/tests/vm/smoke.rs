@@ -9,7 +9,6 @@ use std::process::Child;
 
 use ebb_lab::arena;
 use ebb_lab::arena::Places;
-use ebb_lab::sampler::Sampler;
 use ebb_lab::vm::{Accel, VmError};
 
 use super::*;
@@ -24,12 +23,16 @@ fn config(name: &str, kernel: Kernel) -> VmConfig {
 }
 
 #[test]
-fn vm_both_kernels_boot_and_keep_their_memory() {
+fn vm_both_kernels_boot_with_every_vcpu_and_keep_their_memory() {
     let _arena = held();
     for kernel in Kernel::ALL {
-        let vm = Vm::start(&config("keep", kernel)).unwrap();
+        let mut config = config("keep", kernel);
+        config.cpus = 3;
+        let mut vm = Vm::start(&config).unwrap();
         let ping = vm.request("ping", MINUTE).unwrap();
         assert_eq!(ping.str("kernel"), vm.release());
+        let online = |vm: &Vm| vm.tool().sh("cat /sys/devices/system/cpu/online", MINUTE).unwrap();
+        assert_eq!(online(&vm), "0-2\n");
         let tool = vm.tool();
         tool.start("v", "verify", "size=100000000 seconds=2 threads=2").unwrap();
         let end = tool.wait_end("v", MINUTE).unwrap();
@@ -38,6 +41,9 @@ fn vm_both_kernels_boot_and_keep_their_memory() {
         vm.set_balloon(Bytes::mib(160)).unwrap();
         let small = |vm: &Vm| vm.balloon().unwrap() == Bytes::mib(160);
         vm.wait_for("the balloon to fill", MINUTE, small).unwrap();
+        vm.reset().unwrap();
+        vm.wait_ready().unwrap();
+        assert_eq!(online(&vm), "0-2\n", "after a reset");
     }
 }
 
@@ -52,32 +58,15 @@ fn cpu_flags(config: &VmConfig) -> BTreeSet<String> {
 #[test]
 fn vm_translated_guests_have_every_default_cpu_flag_but_cx16() {
     let _arena = held();
-    for kernel in Kernel::ALL {
-        let mut config = config("flags", kernel);
-        config.accel = Some(Accel::Tcg);
-        let ours = cpu_flags(&config);
-        assert!(!ours.contains("cx16"), "{ours:?}");
-        // QEMU takes the last one: this is its default.
-        config.args = vec!["-cpu".into(), "qemu64".into()];
-        let default = cpu_flags(&config);
-        let lacks: Vec<&String> = default.symmetric_difference(&ours).collect();
-        assert_eq!(lacks, ["cx16"], "{default:?}");
-    }
-}
-
-#[test]
-fn vm_every_vcpu_runs_when_the_tool_is_ready() {
-    let _arena = held();
-    for kernel in Kernel::ALL {
-        let mut config = config("cpus", kernel);
-        config.cpus = 3;
-        let mut vm = Vm::start(&config).unwrap();
-        let online = |vm: &Vm| vm.tool().sh("cat /sys/devices/system/cpu/online", MINUTE).unwrap();
-        assert_eq!(online(&vm), "0-2\n");
-        vm.reset().unwrap();
-        vm.wait_ready().unwrap();
-        assert_eq!(online(&vm), "0-2\n", "after a reset");
-    }
+    let mut config = config("flags", Kernel::V6_12);
+    config.accel = Some(Accel::Tcg);
+    let ours = cpu_flags(&config);
+    assert!(!ours.contains("cx16"), "{ours:?}");
+    // QEMU takes the last one: this is its default.
+    config.args = vec!["-cpu".into(), "qemu64".into()];
+    let default = cpu_flags(&config);
+    let lacks: Vec<&String> = default.symmetric_difference(&ours).collect();
+    assert_eq!(lacks, ["cx16"], "{default:?}");
 }
 
 #[test]
@@ -144,25 +133,6 @@ fn vm_a_disk_fills_the_page_cache() {
 }
 
 #[test]
-fn vm_a_reboot_and_a_reset_bring_the_tool_back() {
-    let _arena = held();
-    let mut vm = Vm::start(&config("reboot", Kernel::V6_12)).unwrap();
-    let boot_id = |vm: &Vm| vm.request("ping", MINUTE).unwrap().str("boot_id").to_string();
-    let first = boot_id(&vm);
-    vm.request("reboot", MINUTE).unwrap();
-    vm.wait_ready().unwrap();
-    let second = boot_id(&vm);
-    vm.reset().unwrap();
-    vm.wait_ready().unwrap();
-    let third = boot_id(&vm);
-    assert!(first != second && second != third, "{first} {second} {third}");
-    vm.pause().unwrap();
-    assert!(vm.tool().request("ping", Duration::from_millis(100)).is_err());
-    vm.resume().unwrap();
-    assert_eq!(boot_id(&vm), third);
-}
-
-#[test]
 fn vm_that_dies_is_lost_and_not_a_failure() {
     let _arena = held();
     let vm = Vm::start(&config("killed", Kernel::V6_1)).unwrap();
@@ -186,21 +156,6 @@ fn vm_that_dies_is_lost_and_not_a_failure() {
     wait_until(|| vm.console().contains("---[ end Kernel panic"), || vm.console());
     vm.reset().unwrap();
     vm.wait_ready().unwrap();
-}
-
-#[test]
-fn vm_freed_memory_comes_back_by_reporting() {
-    let arena = held();
-    let sampler = Sampler::start(10, arena.cgroup().cloned());
-    let vm = Vm::start(&config("freed", Kernel::V6_1)).unwrap();
-    sampler.watch(vm.name(), vm.pid());
-    vm.tool().start_ready("h", "hold", "size=134217728", MINUTE).unwrap();
-    let full = vm.resident();
-    vm.tool().stop("h").unwrap();
-    let goal = full - Bytes::mib(100);
-    vm.wait_for("reporting", MINUTE, |vm| vm.resident() < goal).unwrap();
-    let stat = sampler.stop().stat(|p| p.total_resident().0 as f64);
-    assert!(stat.max - stat.min > 1e8, "{stat:?}");
 }
 
 /// Flips one bit in guest pages that `verify` has sealed; returns how many.
@@ -228,9 +183,9 @@ fn flip_bits(vm: &Vm, seed_word: u64) -> usize {
 }
 
 #[test]
-fn vm_verify_finds_a_flipped_bit() {
+fn vm_verify_finds_a_flipped_bit_and_a_reboot_and_a_reset_bring_the_tool_back() {
     let _arena = held();
-    let vm = Vm::start(&config("flip", Kernel::V6_12)).unwrap();
+    let mut vm = Vm::start(&config("flip", Kernel::V6_12)).unwrap();
     vm.tool().start_ready("v", "verify", "size=67108864 seconds=60 seed=1", MINUTE).unwrap();
     let checks = |vm: &Vm| vm.tool().stat("v").is_ok_and(|stat| stat.u64("checks") > 9999);
     vm.wait_for("pages", MINUTE, checks).unwrap();
@@ -239,6 +194,20 @@ fn vm_verify_finds_a_flipped_bit() {
     let end = vm.request("wait job=v", MINUTE).unwrap();
     assert_eq!((end.str("state"), end.str("what")), ("failed", "checksum"), "{end:?}");
     assert!(end.u64("errors") > 0 && end.u64("expected") != end.u64("found"), "{end:?}");
+
+    let boot_id = |vm: &Vm| vm.request("ping", MINUTE).unwrap().str("boot_id").to_string();
+    let first = boot_id(&vm);
+    vm.request("reboot", MINUTE).unwrap();
+    vm.wait_ready().unwrap();
+    let second = boot_id(&vm);
+    vm.reset().unwrap();
+    vm.wait_ready().unwrap();
+    let third = boot_id(&vm);
+    assert!(first != second && second != third, "{first} {second} {third}");
+    vm.pause().unwrap();
+    assert!(vm.tool().request("ping", Duration::from_millis(100)).is_err());
+    vm.resume().unwrap();
+    assert_eq!(boot_id(&vm), third);
 }
 
 /// A lab at work, and the first line that it says.

@@ -158,12 +158,16 @@ fn vm_a_reload_keeps_process_and_balloons_and_one_with_a_bad_configuration_fails
     host.systemctl(&["kill", "--signal=HUP", "ebb"]);
     let gone = "cannot read /etc/ebb/ebb.toml";
     host.systemd.wait("the missing file", |s| s.log().contains(gone)).unwrap();
-    std::fs::write(&file, "[daemon]\ntick = \"2s\"\n").unwrap();
+    std::fs::write(&file, "[vm.guest]\nmin = \"200MiB\"\n").unwrap();
     assert_eq!(anew(), 0);
     host.systemctl(&["reload", "ebb"]);
     host.systemd.wait("the daemon to begin anew", |_| anew() == 1).unwrap();
     host.wait_is("ebb", "ActiveState", "active");
     assert_eq!((&host.is("ebb", "MainPID"), host.is("ebb", "NRestarts")), (&pid, "0".into()));
+    let socket = host.systemd.path("/run/ebb/ebb.sock");
+    let state = || daemon_client::get_json::<Value>(&socket, "/v1/state").unwrap_or_default();
+    let floor = |_: &Systemd| state()["vms"][0]["floor"] == json!(200u64 << 20);
+    host.systemd.wait("the new floor", floor).unwrap();
     assert!(host.size() <= SQUEEZED, "a reload gives nothing back");
     // One upon another, at any moment of the one before.
     for _ in 0..20 {

@@ -76,24 +76,14 @@ mod tests {
     use crate::baselines::testing::{ask, sample};
     use ebb_core::sample::{Psi, PsiLine};
 
-    const TWO: [(u64, u64, u64, u64); 2] = [(1000, 1000, 0, 0), (2000, 2000, 0, 0)];
-
-    #[test]
-    fn guests_give_by_what_is_above_their_floors() {
-        // 15 % of 4,000 is 600, and 300 are available; floors of a quarter leave 750 and 1,500.
-        let low = sample(4000, 300, &TWO);
-        assert_eq!(ask(&mut Hypeman::default(), &low), [(1, 900), (2, 1800)]);
-        assert_eq!(ask(&mut Hypeman::default(), &sample(4000, 500, &TWO)), [], "not low yet");
-        // 600 are missing: 200 and 400, of which one order takes 256.
-        assert_eq!(ask(&mut Hypeman::default(), &sample(4000, 0, &TWO)), [(1, 800), (2, 1744)]);
-    }
+    const GAVE: [(u64, u64, u64, u64); 2] = [(1000, 900, 0, 0), (2000, 1800, 0, 0)];
 
     #[test]
     fn a_guest_is_asked_every_five_seconds_and_gets_all_back() {
         let mut h = Hypeman::default();
-        let mut s = sample(4000, 300, &TWO);
+        let s = sample(4000, 300, &[(1000, 1000, 0, 0), (2000, 2000, 0, 0)]);
         assert_eq!(ask(&mut h, &s), [(1, 900), (2, 1800)]);
-        s = sample(4000, 700, &[(1000, 900, 0, 0), (2000, 1800, 0, 0)]);
+        let mut s = sample(4000, 700, &GAVE);
         s.at = Stamp(4_999);
         assert_eq!(ask(&mut h, &s), []);
         s.at = Stamp(5_000);
@@ -102,7 +92,7 @@ mod tests {
 
     #[test]
     fn while_tasks_stall_guests_keep_giving() {
-        let mut s = sample(4000, 700, &[(1000, 900, 0, 0), (2000, 1800, 0, 0)]);
+        let mut s = sample(4000, 700, &GAVE);
         let some = PsiLine { avg10: 0.01, ..PsiLine::default() };
         s.host.psi = Some(Psi { some, ..Psi::default() });
         assert_eq!(ask(&mut Hypeman::default(), &s), []);

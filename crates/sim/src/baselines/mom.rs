@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn below_a_fifth_guests_shrink_by_a_twentieth_down_to_used_and_a_share() {
+    fn guests_shrink_by_a_twentieth_below_a_fifth_and_grow_above() {
         // host_free 0.10: guest_free 0.10. First: used 200, 200 + 100 = 300 < 950.
         // Second: used 880, 880 + 100 = 980 > 950. Third: 990 + 100 > 1000: nothing.
         let guests = [(1000, 1000, 800, 0), (1000, 1000, 120, 0), (1000, 1000, 10, 0)];
@@ -99,16 +99,9 @@ mod tests {
         // Cache counts as used; the floor of a quarter holds.
         assert_eq!(decided(10_000, 1000, &[(1000, 1000, 100, 700)]), []);
         assert_eq!(decided(10_000, 1000, &[(1000, 260, 255, 0)]), [(1, 250)]);
-    }
-
-    #[test]
-    fn below_a_twentieth_guests_are_made_to_swap() {
-        // host_free 0.03: guest_free −0.02: 700 of 1000 with none free: 700 − 14.
+        // Below a twentieth guests are made to swap. host_free 0.03: guest_free −0.02: 700 of 1000
+        // with none free: 700 − 14.
         assert_eq!(decided(10_000, 300, &[(1000, 700, 0, 0)]), [(1, 686)]);
-    }
-
-    #[test]
-    fn above_a_fifth_every_guest_grows() {
         // 5 %; or to used + 20 %: 700 + 0; what is whole stays.
         let guests = [(1000, 700, 500, 0), (1000, 700, 0, 0), (1000, 1000, 0, 0)];
         assert_eq!(decided(10_000, 3000, &guests), [(1, 735), (2, 840)]);

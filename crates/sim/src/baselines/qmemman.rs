@@ -190,40 +190,6 @@ mod tests {
     use crate::baselines::testing::{ask, sample};
 
     #[test]
-    fn with_enough_for_all_the_rest_is_shared_by_preference() {
-        // 50 are left free: 1,950. Used 500 and 500 (cache is not): 650 each, at 900
-        // each: 150 free, needed −500: 650 to share: 0.999 · (650 + 325) = 974.
-        let guests = [(2000, 900, 100, 300), (2000, 900, 400, 0)];
-        let sizes = ask(&mut Qmemman::default(), &sample(2000, 0, &guests));
-        assert_eq!(sizes, [(1, 974), (2, 974)]);
-    }
-
-    #[test]
-    fn what_one_cannot_take_goes_to_the_others() {
-        // Preferences 650 (max 700) and 650; 2,950 − 1,300 = 1,650: 0.999 · 1475 =
-        // 1473.5, of which the first cannot have 773.5: 1473.5 + 0.999 · 773.5 = 2246.
-        let guests = [(700, 700, 200, 0), (4000, 900, 400, 0)];
-        let sizes = ask(&mut Qmemman::default(), &sample(3000, 0, &guests));
-        assert_eq!(sizes, [(1, 700), (2, 2246)]);
-    }
-
-    #[test]
-    fn with_too_little_the_rich_are_brought_to_their_preference() {
-        // Used 100 (preference 200 at least, floor 250) and 900 (as much as it may have:
-        // 1000). 1,150 − 1,900 free, 650 needed: too little.
-        let guests = [(1000, 1000, 900, 0), (1000, 900, 0, 0)];
-        let sizes = ask(&mut Qmemman::default(), &sample(1200, 0, &guests));
-        assert_eq!(sizes, [(1, 250)], "the other in the next round");
-    }
-
-    #[test]
-    fn small_plans_are_dropped() {
-        // Preferences 650 + 650, sizes 975 + 975, free 0: moves 2.
-        let guests = [(2000, 975, 475, 0), (2000, 975, 475, 0)];
-        assert_eq!(ask(&mut Qmemman::default(), &sample(2000, 0, &guests)), []);
-    }
-
-    #[test]
     fn one_that_does_not_follow_is_left_out() {
         let mut q = Qmemman::default();
         let now = |t| {

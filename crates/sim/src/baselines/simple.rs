@@ -106,21 +106,3 @@ impl Policy for BalanceAvailable {
         plan(&guests, one)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::baselines::testing::{ask, sample};
-
-    #[test]
-    fn each_does_what_its_line_says() {
-        // RAM, size, free and cache; the host has 1000 MiB, of which 940 are for guests.
-        let two = sample(1000, 500, &[(800, 800, 600, 0), (800, 400, 0, 0)]);
-        assert_eq!(ask(&mut NoController, &two), []);
-        assert_eq!(ask(&mut StaticSplit, &two), [(1, 470), (2, 470)]);
-        // 200 and 400 are used: 240 and 480, and 110 more for each.
-        assert_eq!(ask(&mut Demand, &two), [(1, 350), (2, 590)]);
-        // The host has 450 above what is critical, half of it for each: 560 and none.
-        assert_eq!(ask(&mut BalanceAvailable, &two), [(1, 632), (2, 532)]);
-    }
-}

@@ -92,43 +92,29 @@ impl Squeezed {
 mod tests {
     use super::*;
     use crate::baselines::testing::{ask, sample};
+    use ebb_core::sample::Sample;
 
-    // Reserve of 4,000 MiB: a fifth, 800; 3,200 are left.
-    const HOST: u64 = 4000;
-
-    #[test]
-    fn everybody_gets_the_same_fraction_of_its_range() {
-        // Minimum 500 each, 1,000 in all; (3200 − 1000) / 3000 = 0.733: 500 + 1100.
-        let guests = [(2000, 2000, 1900, 0), (2000, 2000, 10, 0)];
-        let sizes = ask(&mut Squeezed::default(), &sample(HOST, 0, &guests));
-        assert_eq!(sizes, [(1, 1600), (2, 1600)], "whatever they need");
+    /// The first has this size, the second 1,000 MiB. Of 4,000 MiB a fifth is the reserve.
+    fn now(t: u64, size: u64) -> Sample {
+        let guests = [(2000, size, 100, 0), (2000, 1000, 100, 0)];
+        Sample { at: Stamp(t), ..sample(4000, 0, &guests) }
     }
 
     #[test]
     fn it_frees_before_it_grants() {
         let mut s = Squeezed::default();
-        let now = |t: u64, a: u64, b: u64| {
-            let mut s = sample(HOST, 0, &[(2000, a, 100, 0), (2000, b, 100, 0)]);
-            s.at = Stamp(t);
-            s
-        };
-        assert_eq!(ask(&mut s, &now(0, 2000, 1000)), [(1, 1600), (2, 1000)]);
-        assert_eq!(ask(&mut s, &now(1000, 1700, 1000)), [], "still freeing");
-        assert_eq!(ask(&mut s, &now(2000, 1600, 1000)), [(2, 1600)]);
+        assert_eq!(ask(&mut s, &now(0, 2000)), [(1, 1600), (2, 1000)]);
+        assert_eq!(ask(&mut s, &now(1000, 1700)), [], "still freeing");
+        assert_eq!(ask(&mut s, &now(2000, 1600)), [(2, 1600)]);
     }
 
     #[test]
     fn one_that_does_not_move_is_passed_over_after_five_and_written_off_after_twenty_seconds() {
         let mut s = Squeezed::default();
-        let now = |t: u64| {
-            let mut s = sample(HOST, 0, &[(2000, 2000, 100, 0), (2000, 1000, 100, 0)]);
-            s.at = Stamp(t);
-            s
-        };
-        assert_eq!(ask(&mut s, &now(0)), [(1, 1600), (2, 1000)]);
-        assert_eq!(ask(&mut s, &now(4_000)), []);
-        assert_eq!(ask(&mut s, &now(5_000)), [(2, 1600)], "stuck");
+        assert_eq!(ask(&mut s, &now(0, 2000)), [(1, 1600), (2, 1000)]);
+        assert_eq!(ask(&mut s, &now(4_000, 2000)), []);
+        assert_eq!(ask(&mut s, &now(5_000, 2000)), [(2, 1600)], "stuck");
         // Uncooperative: 3200 − 2000 − 500 = 700 of a range of 1500.
-        assert_eq!(ask(&mut s, &now(20_000)), [(2, 1200)]);
+        assert_eq!(ask(&mut s, &now(20_000, 2000)), [(2, 1200)]);
     }
 }

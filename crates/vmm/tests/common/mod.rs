@@ -3,7 +3,6 @@
 //! the guest's order: clear the bit, then write.
 #![allow(dead_code)]
 
-use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -12,8 +11,10 @@ use std::time::{Duration, Instant};
 
 use ebb_core::wire::abi::{self, MAP_PFNS, PAGE};
 use ebb_core::wire::firmware::Firmware;
-use ebb_core::wire::{Answer, Attach, Command, Recycle, Recycled, Refusal, Segment, Status};
+use ebb_core::wire::{AgentState, Answer, Attach, Command};
+use ebb_core::wire::{Recycle, Recycled, Refusal, Segment, Status};
 use ebb_vmm::agent::Agent;
+use ebb_vmm::faults::Faults;
 use ebb_vmm::sys::{self, Mapping, Range};
 
 pub const HEADER: u64 = 0x1_0000;
@@ -39,6 +40,23 @@ pub const LEFT_OUT: [(RamKind, &str); 5] = [
     (RamKind::Memfd, "no_reread"),
     (RamKind::Small, "no_unpopulated+any_page+wide"),
 ];
+
+/// A thread beside the test that works on a guest. Dropped, it ends, and the guest's other ones
+/// with it.
+pub struct Beside {
+    guest: Arc<Guest>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        self.guest.stop.store(true, SeqCst);
+        let ended = self.thread.take().map(JoinHandle::join);
+        if let (Some(Err(panic)), false) = (ended, std::thread::panicking()) {
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
 
 /// The memory of a guest.
 pub struct Guest {
@@ -131,13 +149,23 @@ impl Guest {
         self.write_header();
     }
 
-    /// Whether the kernel guards its memory for a userfaultfd, by smaps.
-    pub fn registered(&self) -> bool {
+    /// What smaps says of its RAM under this name.
+    fn smaps(&self, name: &str) -> Vec<String> {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let start = format!("{:x}-", self.memory.address());
-        let mine = smaps.lines().skip_while(|l| !l.starts_with(&start));
-        let flags = mine.skip(1).find_map(|l| l.strip_prefix("VmFlags:")).unwrap();
-        flags.split_whitespace().any(|f| f == "uw")
+        let mut mine = smaps.lines().skip_while(|l| !l.starts_with(&start)).skip(1);
+        let found = mine.find_map(|l| l.strip_prefix(name)).unwrap();
+        found.split_whitespace().map(str::to_owned).collect()
+    }
+
+    /// Whether the kernel guards its memory for a userfaultfd.
+    pub fn registered(&self) -> bool {
+        self.smaps("VmFlags:").contains(&"uw".into())
+    }
+
+    /// Bytes of its RAM that this process holds.
+    pub fn resident(&self) -> u64 {
+        self.smaps("Rss:")[0].parse::<u64>().unwrap() << 10
     }
 
     /// One beat, and the answer to a challenge.
@@ -150,9 +178,15 @@ impl Guest {
         }
     }
 
-    pub fn beating(self: &Arc<Guest>) -> JoinHandle<()> {
-        let guest = Arc::clone(self);
-        std::thread::spawn(move || {
+    /// Starts a thread that does this. It has to end when the guest is to stop.
+    pub fn beside(self: &Arc<Guest>, work: impl FnOnce(&Guest) + Send + 'static) -> Beside {
+        let theirs = Arc::clone(self);
+        let thread = std::thread::spawn(move || work(&theirs));
+        Beside { guest: Arc::clone(self), thread: Some(thread) }
+    }
+
+    pub fn beating(self: &Arc<Guest>) -> Beside {
+        self.beside(|guest| {
             while !guest.stop.load(SeqCst) {
                 guest.beat();
                 std::thread::sleep(Duration::from_millis(2));
@@ -191,9 +225,8 @@ impl Guest {
     }
 
     /// Allocates, writes, verifies and frees the pages of one of `of` threads.
-    pub fn working(self: &Arc<Guest>, thread: u64, of: u64) -> JoinHandle<()> {
-        let guest = Arc::clone(self);
-        std::thread::spawn(move || {
+    pub fn working(self: &Arc<Guest>, thread: u64, of: u64) -> Beside {
+        self.beside(move |guest| {
             let mut rng = fastrand::Rng::with_seed(thread);
             let mut own: Vec<(u64, u64)> = Vec::new();
             let mut free: Vec<u64> =
@@ -229,28 +262,46 @@ impl Guest {
         })
     }
 
-    pub fn attach(&self) -> Command {
+    pub fn attach(&self) -> Attach {
         let segment = Segment { gpa: 0, size: self.pages * PAGE, hva: self.memory.address() };
-        Command::Attach(Attach {
-            segments: vec![segment],
-            running: true,
-            firmware: Firmware::Seabios,
-            ..Attach::default()
-        })
+        let (segments, firmware) = (vec![segment], Firmware::Seabios);
+        Attach { segments, running: true, firmware, ..Attach::default() }
     }
 
-    /// Bytes of its RAM that this process holds, by smaps.
-    pub fn resident(&self) -> u64 {
-        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        let start = format!("{:x}-", self.memory.address());
-        let mine = smaps.lines().skip_while(|l| !l.starts_with(&start));
-        let rss = mine.skip(1).find_map(|l| l.strip_prefix("Rss:")).unwrap();
-        rss.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
+    /// A new one with its beats, and an agent that may use its map.
+    pub fn attached(mib: u64, memory: RamKind, faults: Faults) -> (Arc<Guest>, Agent, Beside) {
+        let guest = Guest::new(mib, memory);
+        let (agent, beats) = attached(&guest, faults);
+        (guest, agent, beats)
+    }
+
+    /// Recycles as these say, in turns, until the time is over or a page is lost.
+    pub fn recycle_for(&self, agent: &mut Agent, time: Duration, wants: &[Recycle]) {
+        let until = Instant::now() + time;
+        for want in wants.iter().cycle() {
+            if Instant::now() >= until || self.lost.load(SeqCst) > 0 {
+                return;
+            }
+            let _ = recycle(agent, *want);
+        }
+    }
+
+    /// Pages that were allocated, lost and recycled.
+    pub fn outcome(&self, agent: &mut Agent, of: &str) -> (u64, u64, u64) {
+        let Status { counters, windows, waits, .. } = status(agent, false);
+        let (made, lost) = (self.allocations.load(SeqCst), self.lost.load(SeqCst));
+        println!("{of}: {made} allocations, {lost} lost, {counters:?}");
+        println!("windows {windows}\nwaits {waits}");
+        (made, lost, counters.recycled.0 / PAGE)
     }
 }
 
 pub fn ask(agent: &mut Agent, command: Command) -> Result<Answer, Refusal> {
     agent.execute(&command, None, &mut || false)
+}
+
+pub fn attach(agent: &mut Agent, attach: Attach) -> Result<Answer, Refusal> {
+    ask(agent, Command::Attach(attach))
 }
 
 pub fn status(agent: &mut Agent, held: bool) -> Status {
@@ -272,30 +323,40 @@ pub fn recycle(agent: &mut Agent, want: Recycle) -> Result<Recycled, Refusal> {
     }
 }
 
-/// Steps until the map may be used, or time is over.
-pub fn ready(agent: &mut Agent, within: Duration) -> bool {
-    let until = Instant::now() + within;
-    while Instant::now() < until {
-        if status(agent, false).state == ebb_core::wire::AgentState::Ready {
-            return true;
+/// Asks again and again; whether it is so within a time.
+pub fn within(time: Duration, mut is: impl FnMut() -> bool) -> bool {
+    let until = Instant::now() + time;
+    while !is() {
+        if Instant::now() >= until {
+            return false;
         }
-        std::thread::sleep(Duration::from_millis(3));
+        std::thread::sleep(Duration::from_millis(5));
     }
-    false
+    true
+}
+
+/// Steps until the map may be used, or time is over.
+pub fn ready(agent: &mut Agent, time: Duration) -> bool {
+    within(time, || status(agent, false).state == AgentState::Ready)
+}
+
+/// An agent that was told of a guest.
+pub fn agent_of(to: Attach, faults: Faults) -> Agent {
+    let mut agent = Agent::new(faults);
+    attach(&mut agent, to).unwrap();
+    agent
 }
 
 /// An attached agent whose map may be used, and the guest's beats.
-pub fn attached(guest: &Arc<Guest>, faults: ebb_vmm::faults::Faults) -> (Agent, JoinHandle<()>) {
+pub fn attached(guest: &Arc<Guest>, faults: Faults) -> (Agent, Beside) {
     let beats = guest.beating();
-    let mut agent = Agent::new(faults);
-    ask(&mut agent, guest.attach()).unwrap();
+    let mut agent = agent_of(guest.attach(), faults);
     assert!(ready(&mut agent, Duration::from_secs(10)), "{:?}", status(&mut agent, false));
     (agent, beats)
 }
 
-/// Bytes the host has free.
-pub fn mem_free() -> u64 {
-    let text = std::io::read_to_string(File::open("/proc/meminfo").unwrap()).unwrap();
-    let line = text.lines().find_map(|l| l.strip_prefix("MemFree:")).unwrap();
-    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
+/// How long a contest lasts: `EBB_STRESS_SECONDS`, or so many.
+pub fn seconds(default: u64) -> Duration {
+    let more = std::env::var("EBB_STRESS_SECONDS").ok().and_then(|v| v.parse().ok());
+    Duration::from_secs(more.unwrap_or(default))
 }

@@ -40,10 +40,17 @@ impl Place {
         out
     }
 
-    /// `standin LIBRARY SOCKET MIN CURRENT`, to which arguments can be added.
-    pub fn command(&self, program: &Path, socket: &Path, min: i32, current: i32) -> Command {
+    /// Where the agent of a stand-in is asked.
+    pub fn socket(&self) -> PathBuf {
+        self.path("agent")
+    }
+
+    /// `standin LIBRARY SOCKET MIN CURRENT`, to which arguments can be added. The socket of the one
+    /// before goes.
+    pub fn command(&self, program: &Path, min: i32, current: i32) -> Command {
+        let _ = std::fs::remove_file(self.socket());
         let mut command = Command::new(program);
-        command.arg(self.path("libebb_vmm.so")).arg(socket);
+        command.arg(self.path("libebb_vmm.so")).arg(self.socket());
         command.args([min.to_string(), current.to_string()]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         command

@@ -10,8 +10,9 @@ mod take;
 
 use super::*;
 use crate::model::{GuestModel, HostModel, Limit};
+use crate::plan::Action;
 use crate::sample::VmId;
-use crate::state::{BalloonOrder, Recent, Yields};
+use crate::state::{BalloonOrder, GuestRates, Recent, Yields};
 use crate::units::Stamp;
 
 const NOW: Stamp = Stamp(1_000_000);
@@ -35,6 +36,17 @@ fn limited(host: HostModel, headroom: u64, reserve: u64) -> HostModel {
     let (headroom, reserve) = (Bytes::mib(headroom), Bytes::mib(reserve));
     let shown = Limit { headroom, reserve, swap_left: Bytes::gib(1), ..host.shown };
     HostModel { limits: vec![shown.clone()], shown, ..host }
+}
+
+/// The same with this much swap left.
+fn with_swap(mut host: HostModel, mib: u64) -> HostModel {
+    host.shown.swap_left = Bytes::mib(mib);
+    host
+}
+
+/// A critical host without swap.
+fn dry(headroom: u64, reserve: u64) -> HostModel {
+    with_swap(limited(host(Pressure::Critical, 0, 0), headroom, reserve), 0)
 }
 
 /// A ready 1 GiB guest, all of it resident, floor 256 MiB.
@@ -67,10 +79,59 @@ fn vm(pid: u32, actual: u64, available: u64) -> VmModel {
     }
 }
 
+/// The same in distress.
+fn short(pid: u32, actual: u64, available: u64) -> VmModel {
+    VmModel { distress: "short".into(), ..vm(pid, actual, available) }
+}
+
+/// The same with other words of its guest.
+fn says(mut vm: VmModel, change: impl FnOnce(&mut GuestModel)) -> VmModel {
+    change(vm.guest.as_mut().unwrap());
+    vm
+}
+
+/// The same with a need that grows by so many MiB a second.
+fn grows(vm: VmModel, mib: u64) -> VmModel {
+    let rates = GuestRates { need: (mib << 20) as f64, ..GuestRates::default() };
+    says(vm, |g| g.rates = Some(rates))
+}
+
+fn model(host: HostModel, vms: Vec<VmModel>) -> Model {
+    Model { at: NOW, dt_ms: 1000, host, vms }
+}
+
+fn memory(vms: Vec<VmMemory>) -> Memory {
+    Memory { vms, ..Memory::default() }
+}
+
 fn decide(host: HostModel, vms: Vec<VmModel>, remembered: Vec<VmMemory>) -> Vec<Verdict> {
-    let model = Model { at: NOW, dt_ms: 1000, host, vms };
-    let memory = Memory { vms: remembered, ..Memory::default() };
-    balloon(&model, &memory, &[], &[]).verdicts
+    balloon(&model(host, vms), &memory(remembered), &[], &[]).verdicts
+}
+
+/// The size of a VM alone.
+fn sized(host: HostModel, vm: VmModel, m: VmMemory) -> Option<u64> {
+    size(&decide(host, vec![vm], vec![m])[0])
+}
+
+/// The same when an operator asks for all idle memory.
+fn reclaimed(host: HostModel, vm: VmModel, m: VmMemory) -> Option<u64> {
+    let model = model(host, vec![vm]);
+    size(&balloon(&model, &memory(vec![m]), &[Reclaim::default()], &[]).verdicts[0])
+}
+
+/// The orders of all policies together.
+fn actions(host: HostModel, vm: VmModel, m: VmMemory) -> Vec<Action> {
+    crate::policy::decide(&model(host, vec![vm]), &memory(vec![m]), &[]).plan.actions
+}
+
+fn ago(ms: u64) -> Option<Stamp> {
+    Some(Stamp(NOW.0 - ms))
+}
+
+/// An order of so long ago, by which the balloon has not moved for some time.
+fn ordered((from, to): (u64, u64), still_ms: u64, ago_ms: u64) -> Option<BalloonOrder> {
+    let (to, moved_from, since) = (Bytes::mib(to), Bytes::mib(from), Stamp(NOW.0 - ago_ms));
+    Some(BalloonOrder { to, moved_from, still_ms, since, cuts_short: false })
 }
 
 fn remembered(pid: u32) -> VmMemory {

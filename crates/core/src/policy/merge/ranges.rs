@@ -60,6 +60,8 @@ struct Run {
     found: Candidates,
     /// All of the gap before it is open.
     gap_open: bool,
+    /// The first of a block of RAM: what lies between it and the run before is not all RAM.
+    first: bool,
 }
 
 /// The ranges to open, sorted and apart; and what is to be had in them. `before`: what is open
@@ -100,6 +102,7 @@ fn runs(blocks: &[Block], before: &[Range], ram: &[Range]) -> Vec<Run> {
         let mut at = start / BLOCK * BLOCK;
         // Whether all since the last run is open.
         let mut gap_open = false;
+        let before_these = runs.len();
         while at < usable.end() {
             let open = opened(at, before);
             let known = blocks.binary_search_by_key(&at, |b| b.start);
@@ -111,6 +114,9 @@ fn runs(blocks: &[Block], before: &[Range], ram: &[Range]) -> Vec<Run> {
                 self::block(&block, &open, usable, (&mut runs, &mut gap_open));
             }
             at += BLOCK;
+        }
+        if let Some(run) = runs.get_mut(before_these) {
+            run.first = true;
         }
     }
     join(&mut runs, GAP);
@@ -149,17 +155,21 @@ fn block(
                 run.end += PAGE;
                 run.found.add(&found);
             }
-            _ => runs.push(Run { start, end: start + PAGE, found, gap_open: *gap_open }),
+            _ => {
+                let (end, gap_open) = (start + PAGE, *gap_open);
+                runs.push(Run { start, end, found, gap_open, first: false });
+            }
         }
         *gap_open = true;
     }
 }
 
-/// Joins runs no further apart than `gap` pages.
+/// Joins runs no further apart than `gap` pages, where RAM lies between.
 fn join(runs: &mut Vec<Run>, gap: u64) {
     runs.dedup_by(|next, run| {
         let between = (next.start - run.end) / PAGE;
         let near = between <= gap || between <= GAP_OPEN && next.gap_open;
+        let near = near && !next.first;
         if near {
             run.found.add(&next.found);
             // Alone, or not in memory: counted as the former.
@@ -241,6 +251,19 @@ mod tests {
         let (open, found) = ranges(&far, &kept, &ram, 1.0);
         assert_eq!(open.len(), RANGES_MAX);
         assert!(open.is_sorted() && found.duplicates > 300 * RANGES_MAX as u64, "{found:?}");
+    }
+
+    #[test]
+    fn no_range_lies_in_two_blocks_of_ram() {
+        // A page that no block has lies between them.
+        let ram = [r(0, 700 * B), r(700 * B + PAGE, 700 * B)];
+        let blocks: Vec<Block> = (0..1400).map(|n| block(n, (0..512).step_by(20))).collect();
+        let (open, _) = ranges(&blocks, &[], &ram, 1.0);
+        assert_eq!(open.len(), 2);
+        for range in &open {
+            let within = |ram: &Range| ram.start + FIRST <= range.start && range.end() <= ram.end();
+            assert!(ram.iter().any(within), "{range:?}");
+        }
     }
 
     proptest! {

@@ -12,9 +12,26 @@ struct Look {
 
 impl Look {
     fn at(&mut self, ram: u64, actual: u64) -> Move {
+        self.see((ram, actual), false)
+    }
+
+    /// While its guest boots.
+    fn boots(&mut self, actual: u64) -> Move {
+        self.see((512, actual), true)
+    }
+
+    fn see(&mut self, (ram, actual): (u64, u64), boots: bool) -> Move {
         self.at += 1000;
         let sizes = (Bytes::mib(ram), Bytes::mib(actual));
-        self.ledger.observe(Stamp(self.at), sizes, self.deflates, false)
+        self.ledger.observe(Stamp(self.at), sizes, self.deflates, boots)
+    }
+
+    /// It goes through these sizes by orders of Ebb, and is owed the rest of its RAM.
+    fn goes(&mut self, sizes: &[u64]) {
+        for actual in sizes {
+            let seen = (self.at(512, *actual), self.owed(512, *actual));
+            assert_eq!(seen, (Move::Own, 512 - actual), "{actual}");
+        }
     }
 
     fn order(&mut self, to: u64) {
@@ -30,6 +47,21 @@ fn look(deflates: bool) -> Look {
     Look { ledger: Ledger::default(), at: 0, deflates }
 }
 
+/// One that was seen whole and is told to shrink.
+fn told(deflates: bool, to: u64) -> Look {
+    let mut l = look(deflates);
+    l.at(512, 512);
+    l.order(to);
+    l
+}
+
+/// The same when it has shrunk.
+fn taken(deflates: bool, to: u64) -> Look {
+    let mut l = told(deflates, to);
+    l.at(512, to);
+    l
+}
+
 #[test]
 fn what_ebb_ordered_is_owed_however_far_it_has_come() {
     let mut l = look(true);
@@ -37,27 +69,19 @@ fn what_ebb_ordered_is_owed_however_far_it_has_come() {
     assert!(!l.ledger.owes());
     l.order(300);
     assert!(l.ledger.owes(), "it may go there any moment");
-    for actual in [512, 450, 301, 300] {
-        assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
-    }
+    l.goes(&[512, 450, 301, 300]);
     l.order(512);
-    for actual in [300, 400, 512] {
-        assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
-    }
+    l.goes(&[300, 400, 512]);
     assert!(!l.ledger.owes());
 }
 
 /// The driver was on its way when the new order came.
 #[test]
 fn a_balloon_that_goes_on_a_while_after_a_new_order_leaves_the_debt() {
-    let mut l = look(false);
-    l.at(512, 512);
-    l.order(300);
+    let mut l = told(false, 300);
     l.at(512, 400);
     l.order(464);
-    for actual in [350, 320, 360, 440, 464] {
-        assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
-    }
+    l.goes(&[350, 320, 360, 440, 464]);
     // It has turned: what goes back there now is another's order.
     assert_eq!([l.at(512, 310), l.at(512, 310)], [Move::Own, Move::Foreign]);
 }
@@ -66,20 +90,11 @@ fn a_balloon_that_goes_on_a_while_after_a_new_order_leaves_the_debt() {
 #[test]
 fn an_older_order_that_the_driver_comes_back_to_leaves_the_debt() {
     let own = |l: &mut Look, sizes: &[u64]| {
-        for actual in sizes {
-            let owed = 512 - actual;
-            assert_eq!((l.at(512, *actual), l.owed(512, *actual)), (Move::Own, owed), "{actual}");
-        }
+        l.goes(sizes);
         assert!(l.ledger.owes());
     };
-    let taken = |deflates: bool, to: u64| {
-        let mut l = look(deflates);
-        l.at(512, 512);
-        l.order(to);
-        l
-    };
     // A size from before the next order is told after it.
-    let mut l = taken(true, 143);
+    let mut l = told(true, 143);
     own(&mut l, &[143]);
     assert_eq!(l.at(512, 298), Move::Shrank);
     l.order(331);
@@ -88,7 +103,7 @@ fn an_older_order_that_the_driver_comes_back_to_leaves_the_debt() {
     own(&mut l, &[372, 366, 366, 377, 377]);
 
     // Two orders come without a look between them.
-    let mut l = taken(true, 331);
+    let mut l = told(true, 331);
     own(&mut l, &[331]);
     assert_eq!(l.at(512, 420), Move::Shrank);
     l.order(475);
@@ -96,14 +111,14 @@ fn an_older_order_that_the_driver_comes_back_to_leaves_the_debt() {
     own(&mut l, &[410, 405, 475, 500, 500]);
 
     // The second order is refused later.
-    let mut l = taken(true, 331);
+    let mut l = told(true, 331);
     own(&mut l, &[331]);
     assert_eq!(l.at(512, 400), Move::Shrank);
     l.ledger.order(Bytes::mib(512), Bytes::mib(440), false);
     own(&mut l, &[405, 395, 395, 360, 331]);
 
     // A guest that does not deflate is on its way down when the order is turned around.
-    let mut l = taken(false, 300);
+    let mut l = told(false, 300);
     own(&mut l, &[500]);
     l.order(464);
     own(&mut l, &[480, 440, 450, 464, 464]);
@@ -135,16 +150,10 @@ fn a_size_that_ebb_did_not_order_is_the_operators() {
 
 #[test]
 fn an_operators_order_ends_a_debt_and_a_guest_that_helps_itself_does_not() {
-    let mut l = look(false);
-    l.at(512, 512);
-    l.order(174);
-    l.at(512, 174);
+    let mut l = taken(false, 174);
     assert_eq!([l.at(512, 300), l.at(512, 300)], [Move::Own, Move::Foreign]);
     assert_eq!((l.owed(512, 300), l.ledger.owes()), (0, false));
-    let mut l = look(true);
-    l.at(512, 512);
-    l.order(174);
-    l.at(512, 174);
+    let mut l = taken(true, 174);
     assert_eq!(l.at(512, 190), Move::Shrank);
     assert_eq!((l.owed(512, 190), l.ledger.owes()), (322, true));
     assert_eq!((l.at(512, 174), l.owed(512, 174)), (Move::Own, 338), "back to the order");
@@ -152,22 +161,13 @@ fn an_operators_order_ends_a_debt_and_a_guest_that_helps_itself_does_not() {
 
 #[test]
 fn a_driver_that_starts_anew_unheard_leaves_the_debt() {
-    let mut l = look(false);
-    l.at(512, 512);
-    l.order(174);
-    l.at(512, 174);
-    for actual in [511, 400, 300, 200] {
-        l.at(512, actual);
-    }
+    let mut l = taken(false, 174);
+    let _ = [511, 400, 300, 200].map(|actual| l.at(512, actual));
     assert_eq!((l.at(512, 174), l.owed(512, 174)), (Move::Own, 338));
     assert_eq!((l.ledger.ordered, l.ledger.left_ms(Stamp(l.at))), (Some(Bytes::mib(338)), None));
     // Much later the same size is an operator's.
-    let mut l = look(false);
-    l.at(512, 512);
-    l.order(174);
-    for actual in [174, 400, 400] {
-        l.at(512, actual);
-    }
+    let mut l = taken(false, 174);
+    let _ = [400, 400].map(|actual| l.at(512, actual));
     l.at += RESTART_MS;
     assert_eq!([l.at(512, 174), l.at(512, 174)], [Move::Own, Move::Foreign]);
     assert_eq!(l.owed(512, 174), 0);
@@ -175,10 +175,7 @@ fn a_driver_that_starts_anew_unheard_leaves_the_debt() {
 
 #[test]
 fn plugged_memory_moves_nothing_also_between_two_answers() {
-    let mut l = look(false);
-    l.at(512, 512);
-    l.order(400);
-    l.at(512, 400);
+    let mut l = taken(false, 400);
     assert_eq!((l.at(1024, 912), l.owed(1024, 912)), (Move::Own, 112));
     // The size is told with the memory that was plugged, RAM without.
     assert_eq!(l.at(1024, 1424), Move::Own);
@@ -190,13 +187,8 @@ fn plugged_memory_moves_nothing_also_between_two_answers() {
 fn a_driver_that_starts_anew_orders_nothing() {
     let mut l = look(false);
     l.at(512, 300);
-    let mut boot = |actual, boots| {
-        l.at += 1000;
-        let sizes = (Bytes::mib(512), Bytes::mib(actual));
-        l.ledger.observe(Stamp(l.at), sizes, false, boots)
-    };
-    assert_eq!([boot(512, true), boot(400, true), boot(300, true)], [Move::Own; 3]);
-    assert_eq!([boot(300, false), boot(300, false)], [Move::Own; 2]);
+    assert_eq!([l.boots(512), l.boots(400), l.boots(300)], [Move::Own; 3]);
+    assert_eq!([l.at(512, 300), l.at(512, 300)], [Move::Own; 2]);
     assert_eq!(l.ledger.others, Some(Bytes::mib(212)));
 }
 
@@ -207,11 +199,7 @@ fn a_driver_that_pauses_on_its_way_to_what_was_ordered_leaves_the_debt() {
     l.at(512, 300);
     l.order(230);
     l.at(512, 230);
-    for actual in [512, 350] {
-        l.at += 1000;
-        let sizes = (Bytes::mib(512), Bytes::mib(actual));
-        assert_eq!(l.ledger.observe(Stamp(l.at), sizes, false, true), Move::Own);
-    }
+    assert_eq!([l.boots(512), l.boots(350)], [Move::Own; 2]);
     assert_eq!([l.at(512, 350), l.at(512, 350)], [Move::Own, Move::Foreign]);
     assert_eq!((l.at(512, 230), l.owed(512, 230)), (Move::Own, 70));
 }
@@ -220,9 +208,7 @@ fn a_driver_that_pauses_on_its_way_to_what_was_ordered_leaves_the_debt() {
 fn a_balloon_that_still_grows_when_its_vm_arrives_leaves_the_debt() {
     let mut l = look(true);
     l.ledger = Ledger::noted(Stamp(0), Bytes::ZERO);
-    for actual in [400, 350, 300, 300] {
-        assert_eq!((l.at(512, actual), l.owed(512, actual)), (Move::Own, 512 - actual));
-    }
+    l.goes(&[400, 350, 300, 300]);
     l.order(512);
     assert_eq!((l.at(512, 450), l.owed(512, 450)), (Move::Own, 62));
     // Much later such a move is another's.
@@ -243,16 +229,10 @@ fn a_size_that_raised_by_others_while_a_driver_started_is_the_operators() {
             l.order(to);
             l.at(512, to);
         }
-        for actual in [512, 400, 320, 320] {
-            l.at += 1000;
-            let sizes = (Bytes::mib(512), Bytes::mib(actual));
-            assert_eq!(l.ledger.observe(Stamp(l.at), sizes, deflates, true), Move::Own);
-        }
+        assert_eq!([512, 400, 320, 320].map(|actual| l.boots(actual)), [Move::Own; 4]);
         assert_eq!([l.at(512, 320), l.at(512, 320)], [Move::Own, Move::Foreign]);
-        assert_eq!(
-            (l.ledger.whole(Bytes::mib(512)), l.ledger.owes()),
-            (Some(Bytes::mib(320)), false)
-        );
+        let whole = l.ledger.whole(Bytes::mib(512));
+        assert_eq!((whole, l.ledger.owes()), (Some(Bytes::mib(320)), false));
         assert_eq!(l.at(512, 320), Move::Own);
     }
 }
@@ -287,10 +267,7 @@ fn what_was_being_given_when_the_daemon_died_leaves_the_debt() {
 #[test]
 fn a_size_that_an_operator_set_while_no_daemon_ran_is_theirs_where_it_cannot_be_ebbs() {
     for (set, owed) in [(200, 0), (300, 212), (400, 112), (512, 0)] {
-        let mut l = look(false);
-        l.at(512, 512);
-        l.order(300);
-        l.at(512, 300);
+        let mut l = taken(false, 300);
         next_daemon(&mut l);
         l.at(512, set);
         let moved = l.at(512, set);
@@ -308,9 +285,7 @@ fn a_size_that_an_operator_set_while_no_daemon_ran_is_theirs_where_it_cannot_be_
 
 #[test]
 fn an_order_stays_owed_until_one_that_takes_it_back_was_answered() {
-    let mut l = look(false);
-    l.at(512, 512);
-    l.order(300);
+    let mut l = told(false, 300);
     l.at(512, 512);
     // Its guest is paused; what takes the order back is lost.
     l.ledger.order(Bytes::mib(512), Bytes::mib(512), false);

@@ -6,15 +6,12 @@ use super::*;
 fn a_vm_that_starts_has_its_memory_promised_until_it_has_settled() {
     let mut memory = Memory::default();
     tick(&mut memory, &sample(1_000, vec![]));
-    let model = tick(&mut memory, &sample(2_000, vec![vm(1024, 600, 300)]));
-    assert_eq!(
-        (only(&model).promised, model.host.shown.promised),
-        (Bytes::mib(724), Bytes::mib(724))
-    );
+    let model = look(&mut memory, 2_000, vm(1024, 600, 300));
+    assert_eq!([only(&model).promised, model.host.shown.promised], [Bytes::mib(724); 2]);
     assert!(model.host.shown.why.contains("724 MiB set aside"), "{}", model.host.shown.why);
     // It still grows after ten seconds; ten more without growth, and it has settled.
     for (at, resident, promised) in [(12_000, 600, 424), (17_000, 600, 424), (22_000, 605, 0)] {
-        let model = tick(&mut memory, &sample(at, vec![vm(1024, 400, resident)]));
+        let model = look(&mut memory, at, vm(1024, 400, resident));
         assert_eq!(only(&model).promised, Bytes::mib(promised), "at {at}");
     }
 }
@@ -24,7 +21,7 @@ fn a_large_vm_whose_migration_fills_it_slowly_has_not_settled() {
     let mut memory = Memory::default();
     tick(&mut memory, &sample(1_000, vec![]));
     for (at, resident) in [(2_000, 0), (12_000, 1_170), (22_000, 2_340), (32_000, 2_341)] {
-        let model = tick(&mut memory, &sample(at, vec![vm(65_536, 65_536, resident)]));
+        let model = look(&mut memory, at, vm(65_536, 65_536, resident));
         let promised = if at < 32_000 { 65_536 - resident } else { 0 };
         assert_eq!(only(&model).promised, Bytes::mib(promised), "at {at}");
     }
@@ -34,7 +31,7 @@ fn a_large_vm_whose_migration_fills_it_slowly_has_not_settled() {
 fn who_was_there_before_the_daemon_has_settled_unless_it_is_young() {
     for (age_ms, promised) in [(None, 0), (Some(3_600_000), 0), (Some(5_000), 724)] {
         let vm = VmSample { age_ms, ..vm(1024, 600, 300) };
-        let model = tick(&mut Memory::default(), &sample(1_000, vec![vm]));
+        let model = look(&mut Memory::default(), 1_000, vm);
         assert_eq!(only(&model).promised, Bytes::mib(promised), "{age_ms:?}");
     }
 }
@@ -58,11 +55,10 @@ fn a_storm_of_starting_vms_makes_a_host_soft_and_not_worse() {
 #[test]
 fn who_was_reset_is_left_alone_for_20_s_and_resets_often_from_the_third_time_on() {
     let mut memory = Memory::default();
-    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
+    look(&mut memory, 1_000, vm(1024, 600, 900));
     let mut reset = |at| {
-        let events = vec![crate::sample::VmEvent::Reset];
-        tick(&mut memory, &sample(at, vec![VmSample { events, ..vm(1024, 600, 900) }]));
-        let mut seen = |at| tick(&mut memory, &sample(at, vec![vm(1024, 600, 900)]));
+        look(&mut memory, at, reset(vm(1024, 600, 900)));
+        let mut seen = |at| look(&mut memory, at, vm(1024, 600, 900));
         let Standing::GiveOnly(why) = &only(&seen(at + 1_000)).standing.clone() else { panic!() };
         assert!(why.contains("left alone for 19 s more"), "{why}");
         seen(at + 19_900);
@@ -77,10 +73,9 @@ fn who_was_reset_is_left_alone_for_20_s_and_resets_often_from_the_third_time_on(
 #[test]
 fn the_resets_of_one_reboot_count_once() {
     let mut memory = Memory::default();
-    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
+    look(&mut memory, 1_000, vm(1024, 600, 900));
     let mut reset = |at| {
-        let events = vec![crate::sample::VmEvent::Reset];
-        tick(&mut memory, &sample(at, vec![VmSample { events, ..vm(1024, 600, 900) }]));
+        look(&mut memory, at, reset(vm(1024, 600, 900)));
         memory.vms[0].resets
     };
     assert_eq!([10_000, 10_100, 11_300].map(&mut reset), [1, 1, 1]);
@@ -90,19 +85,13 @@ fn the_resets_of_one_reboot_count_once() {
 /// It has booted something that sends no statistics: QEMU shows the old size for good.
 #[test]
 fn a_guest_that_says_nothing_after_a_reboot_is_waited_for_for_two_minutes() {
-    let mut memory = Memory::default();
-    let all = sample(1_000, vec![vm(1024, 600, 900)]);
-    act(&mut memory, &all, Some((1024, 400, short(Pressure::Hard))));
-    tick(&mut memory, &sample(2_000, vec![vm(400, 100, 400)]));
-    let silent = |events| {
-        let mut its = VmSample { events, ..vm(400, 100, 400) };
-        its.balloon.as_mut().unwrap().guest = None;
-        its
-    };
-    let reset = silent(vec![crate::sample::VmEvent::Reset]);
-    act(&mut memory, &sample(3_000, vec![reset]), Some((400, 1024, Reason::Rebooted)));
+    let mut memory = taken_to(400, &|| vm(400, 100, 400), 2);
+    let mut silent = vm(400, 100, 400);
+    silent.balloon.as_mut().unwrap().guest = None;
+    let seen = sample(3_000, vec![reset(silent.clone())]);
+    act(&mut memory, &seen, Some((1024, Reason::Rebooted)));
     let mut waits = |at| {
-        tick(&mut memory, &sample(at, vec![silent(vec![])]));
+        look(&mut memory, at, silent.clone());
         memory.vms[0].reboot.is_some()
     };
     assert_eq!([4_000, 122_900, 123_000].map(&mut waits), [true, true, false]);
@@ -111,17 +100,15 @@ fn a_guest_that_says_nothing_after_a_reboot_is_waited_for_for_two_minutes() {
 #[test]
 fn a_size_that_an_operator_sets_while_a_guest_boots_is_theirs() {
     let mut memory = Memory::default();
-    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
-    let events = vec![crate::sample::VmEvent::Reset];
+    look(&mut memory, 1_000, vm(1024, 600, 900));
     memory.vms[0].unsure = Bytes::mib(200);
-    let mut boots = VmSample { events, ..vm(1024, 600, 900) };
+    let mut boots = reset(vm(1024, 600, 900));
     boots.balloon.iter_mut().for_each(|b| b.guest = None);
-    tick(&mut memory, &sample(2_000, vec![boots]));
+    look(&mut memory, 2_000, boots);
     assert_eq!(memory.vms[0].unsure, Bytes::ZERO, "that was of the guest before");
     for at in [12_000, 13_000, 14_000, 25_000, 26_000] {
-        let model = tick(&mut memory, &sample(at, vec![vm(512, 200, 500)]));
-        let plan = crate::policy::decide(&model, &memory, &[]).plan;
-        assert_eq!(plan.actions, [], "at {at}");
+        let model = look(&mut memory, at, vm(512, 200, 500));
+        assert_eq!(plan(&memory, &model).actions, [], "at {at}");
     }
     assert_eq!(memory.owed_ids(), []);
 }
@@ -135,37 +122,26 @@ fn what_one_guest_was_given_to_boot_is_not_given_to_the_next_that_boots() {
     let mut given = [0, 0];
     for s in 1..10 {
         let vms = [ID, other].map(|id| {
-            let reset = (id == ID && s == 5) || (id == other && s == 6);
-            let events = if reset { vec![crate::sample::VmEvent::Reset] } else { vec![] };
             let size = if s == 1 { 1024 } else { 400 };
-            let mut its = VmSample { id, events, ..vm(size, size - 200, 300) };
             // Its new kernel has not said anything yet.
-            let said = its.balloon.as_mut().unwrap().guest.as_mut().unwrap();
-            said.age_ms = if s < 5 { 0 } else { (s - 4) * 1000 };
-            its
+            let its = aged(size, size - 200, 300, if s < 5 { 0 } else { (s - 4) * 1000 });
+            let its = VmSample { id, ..its };
+            let resets = (id == ID && s == 5) || (id == other && s == 6);
+            if resets { reset(its) } else { its }
         });
-        let mut seen = sample(s * 1000, vms.to_vec());
-        let memory_left = if s < 5 { Bytes::gib(8) } else { Bytes::mib(451 + 700) };
-        seen.host.memory.as_mut().unwrap().available = memory_left;
-        memory.observe(&seen);
-        let model = Model::new(&Config::default(), &seen, &memory);
-        let mut decided = crate::policy::decide(&model, &memory, &[]);
-        if s == 1 {
-            let one = |id: VmId| Action {
-                vm: id,
-                name: "a".into(),
-                from: Bytes::mib(1024),
-                to: Bytes::mib(400),
-                reason: short(Pressure::Hard),
-            };
-            decided.plan.actions = [ID, other].map(one).to_vec();
-        } else if s < 5 {
-            decided.plan.actions.clear();
-        }
-        for a in decided.plan.actions.iter().filter(|a| a.reason == Reason::Rebooted) {
+        let left = if s < 5 { Bytes::gib(8) } else { Bytes::mib(451 + 700) };
+        let seen = with_left(left, sample(s * 1000, vms.to_vec()));
+        let (_, plan) = decides(&mut memory, &seen, |_, model, plan| {
+            if s == 1 {
+                plan.actions = model.vms.iter().map(|vm| action(vm, 400, short())).collect();
+            } else if s < 5 {
+                plan.actions.clear();
+            }
+            carried_out(plan)
+        });
+        for a in plan.actions.iter().filter(|a| a.reason == Reason::Rebooted) {
             given[usize::from(a.vm == other)] = (a.to - a.from).0 >> 20;
         }
-        memory.learn(&model, &decided, &carried_out(&decided.plan), true);
     }
     assert!(given[0] > 500, "{given:?}");
     assert!(given[0] + given[1] <= 700 + 64, "{given:?}: none of it has been touched yet");
@@ -174,32 +150,25 @@ fn what_one_guest_was_given_to_boot_is_not_given_to_the_next_that_boots() {
 /// QEMU shows the size from before the reset until the new kernel's driver tells its own.
 #[test]
 fn what_a_new_kernel_touches_before_its_driver_tells_its_size_is_no_memory_of_the_vmm() {
-    let mut memory = Memory::default();
-    let all = sample(1_000, vec![vm(1024, 600, 900)]);
-    act(&mut memory, &all, Some((1024, 400, short(Pressure::Hard))));
-    tick(&mut memory, &sample(2_000, vec![vm(400, 100, 400)]));
-    let events = vec![crate::sample::VmEvent::Reset];
-    let reset = VmSample { events, ..vm(400, 100, 400) };
-    act(&mut memory, &sample(3_000, vec![reset]), Some((400, 1024, Reason::Rebooted)));
+    let mut memory = taken_to(400, &|| vm(400, 100, 400), 2);
+    let seen = sample(3_000, vec![reset(vm(400, 100, 400))]);
+    act(&mut memory, &seen, Some((1024, Reason::Rebooted)));
     for (s, held) in [(4, 600), (5, 800), (6, 1000)] {
-        tick(&mut memory, &sample(s * 1000, vec![vm(400, 100, held)]));
+        look(&mut memory, s * 1000, vm(400, 100, held));
     }
-    let model = tick(&mut memory, &sample(7_000, vec![vm(1024, 100, 1000)]));
+    let model = look(&mut memory, 7_000, vm(1024, 100, 1000));
     assert_eq!(only(&model).guest_held(), Some(Bytes::mib(1000)), "own: {}", only(&model).own);
 }
 
 /// Its driver gives memory back to it while QEMU does not answer.
 #[test]
 fn what_a_guest_touches_while_its_size_is_not_told_is_no_memory_of_the_vmm() {
-    let mut memory = Memory::default();
-    let all = sample(1_000, vec![vm(1024, 600, 900)]);
-    act(&mut memory, &all, Some((1024, 400, short(Pressure::Hard))));
-    (2..12).for_each(|s| drop(tick(&mut memory, &sample(s * 1000, vec![vm(400, 100, 400)]))));
+    let mut memory = taken_to(400, &|| vm(400, 100, 400), 11);
     for s in 12..20 {
         let link = Link::Down("its socket is gone".into());
         let lost = VmSample { link, run: None, balloon: None, ..vm(400, 100, 50 * s) };
-        tick(&mut memory, &sample(s * 1000, vec![lost]));
+        look(&mut memory, s * 1000, lost);
     }
-    let model = tick(&mut memory, &sample(20_000, vec![vm(1000, 100, 950)]));
+    let model = look(&mut memory, 20_000, vm(1000, 100, 950));
     assert_eq!(only(&model).guest_held(), Some(Bytes::mib(950)), "own: {}", only(&model).own);
 }

@@ -8,38 +8,35 @@ use super::*;
 fn what_a_vmm_holds_itself_is_learnt_and_not_counted_as_its_guests() {
     let mut memory = Memory::default();
     let held = |m: &Model| only(m).guest_held().unwrap().0 >> 20;
-    assert_eq!(held(&tick(&mut memory, &sample(1_000, vec![vm(512, 300, 400)]))), 400);
+    assert_eq!(held(&look(&mut memory, 1_000, vm(512, 300, 400))), 400);
     // Its pages go a moment after its size.
-    assert_eq!(held(&tick(&mut memory, &sample(2_000, vec![vm(200, 50, 400)]))), 400);
+    assert_eq!(held(&look(&mut memory, 2_000, vm(200, 50, 400))), 400);
     for at in [4_000, 6_000, 8_000] {
-        tick(&mut memory, &sample(at, vec![vm(200, 50, 310)]));
+        look(&mut memory, at, vm(200, 50, 310));
     }
-    let model = tick(&mut memory, &sample(9_000, vec![vm(512, 300, 400)]));
+    let model = look(&mut memory, 9_000, vm(512, 300, 400));
     assert_eq!((only(&model).own.0 >> 20, held(&model)), (109, 290));
 }
 
 #[test]
 fn what_a_vmm_holds_itself_is_what_was_counted_or_more_where_more_was_seen() {
     let mut memory = Memory::default();
-    let counted = |at: u64, own: Option<u64>, (size, resident): (u64, u64)| {
+    let mut seen = |at: u64, own: Option<u64>, (size, resident): (u64, u64)| {
         let mut one = vm(size, size / 2, resident);
         let own = own.map(|own| OwnMemory { resident: Bytes::mib(own), swap: Bytes::mib(10) });
         one.process.as_mut().unwrap().own = own;
-        sample(at, vec![one])
-    };
-    let mut seen = |s: Sample| {
-        let model = tick(&mut memory, &s);
+        let model = look(&mut memory, at, one);
         let vm = only(&model);
         let at_least = vm.guest_held_at_least().unwrap().0 >> 20;
         (vm.own.0 >> 20, vm.guest_held().unwrap().0 >> 20, at_least)
     };
-    assert_eq!(seen(counted(1_000, None, (1024, 600))), (0, 600, 536), "it may be 64 MiB");
-    assert_eq!(seen(counted(2_000, Some(40), (1024, 600))), (40, 560, 560), "no more than that");
-    assert_eq!(seen(counted(3_000, Some(40), (1024, 1124))), (100, 1024, 1024), "more was seen");
-    assert_eq!(seen(counted(603_000, Some(40), (1024, 600))), (40, 560, 560), "long ago");
-    assert_eq!(seen(counted(603_500, Some(300), (1024, 600))), (300, 300, 512));
-    assert_eq!(seen(counted(603_700, Some(40), (1024, 600))), (40, 560, 560), "it was freed");
-    assert_eq!(seen(counted(604_000, Some(900), (1024, 600))), (600, 0, 512), "all it holds");
+    assert_eq!(seen(1_000, None, (1024, 600)), (0, 600, 536), "it may be 64 MiB");
+    assert_eq!(seen(2_000, Some(40), (1024, 600)), (40, 560, 560), "no more than that");
+    assert_eq!(seen(3_000, Some(40), (1024, 1124)), (100, 1024, 1024), "more was seen");
+    assert_eq!(seen(603_000, Some(40), (1024, 600)), (40, 560, 560), "long ago");
+    assert_eq!(seen(603_500, Some(300), (1024, 600)), (300, 300, 512));
+    assert_eq!(seen(603_700, Some(40), (1024, 600)), (40, 560, 560), "it was freed");
+    assert_eq!(seen(604_000, Some(900), (1024, 600)), (600, 0, 512), "all it holds");
     // It needs 512 MiB by its word, which it has touched.
 }
 
@@ -52,7 +49,7 @@ fn what_a_vmm_holds_itself_is_nothing_that_its_guest_has_touched() {
     process.swap = Bytes::mib(100);
     process.own = Some(OwnMemory { resident: Bytes::mib(100), swap: Bytes::mib(40) });
     one.age_ms = Some(1_000);
-    let model = tick(&mut memory, &sample(1_000, vec![one]));
+    let model = look(&mut memory, 1_000, one);
     let vm = only(&model);
     assert_eq!(vm.guest_swap(), Bytes::mib(60));
     assert_eq!(vm.promised, Bytes::mib(1024 - 500 - 60));
@@ -61,90 +58,74 @@ fn what_a_vmm_holds_itself_is_nothing_that_its_guest_has_touched() {
 #[test]
 fn what_a_cgroup_notifies_counts_for_two_seconds_where_there_is_no_psi() {
     let mut memory = Memory::default();
-    let at = |ms, medium, critical| {
-        let mut s = sample(ms, vec![]);
-        s.host.vmpressure = Some(VmPressure { low: 9, medium, critical });
+    let mut state = |ms, medium, critical| {
         // Below two reserves, above the marks.
-        s.host.memory = Some(Meminfo { available: Bytes::gib(2), ..s.host.memory.unwrap() });
-        s
+        let mut s = with_left(Bytes::gib(2), sample(ms, vec![]));
+        s.host.vmpressure = Some(VmPressure { low: 9, medium, critical });
+        tick(&mut memory, &s).host.shown.state
     };
-    let state = |memory: &mut Memory, s| tick(memory, &s).host.shown.state;
-    assert_eq!(state(&mut memory, at(1_000, 0, 0)), Pressure::Clear, "cache is reclaimed: normal");
-    assert_eq!(state(&mut memory, at(2_000, 1, 0)), Pressure::Soft);
-    assert_eq!(state(&mut memory, at(3_000, 1, 1)), Pressure::Hard);
-    assert_eq!(state(&mut memory, at(4_500, 1, 0)), Pressure::Hard, "still");
-    assert_eq!(state(&mut memory, at(6_000, 0, 0)), Pressure::Clear);
+    assert_eq!(state(1_000, 0, 0), Pressure::Clear, "cache is reclaimed: normal");
+    assert_eq!(state(2_000, 1, 0), Pressure::Soft);
+    assert_eq!(state(3_000, 1, 1), Pressure::Hard);
+    assert_eq!(state(4_500, 1, 0), Pressure::Hard, "still");
+    assert_eq!(state(6_000, 0, 0), Pressure::Clear);
 }
 
 #[test]
 fn urgency_rises_at_once_and_sinks_slowly() {
     use crate::sample::{Psi, PsiLine};
     let mut memory = Memory::default();
-    let at = |ms, some| {
-        let mut s = sample(ms, vec![]);
-        s.host.memory = Some(Meminfo { available: Bytes::gib(2), ..s.host.memory.unwrap() });
-        let line = PsiLine { avg10: some, ..PsiLine::default() };
-        s.host.psi = Some(Psi { some: line, full: PsiLine::default() });
-        s
+    let mut urgency = |ms, avg10| {
+        let mut s = with_left(Bytes::gib(2), sample(ms, vec![]));
+        let some = PsiLine { avg10, ..PsiLine::default() };
+        s.host.psi = Some(Psi { some, full: PsiLine::default() });
+        tick(&mut memory, &s).host.shown.urgency
     };
-    let urgency = |memory: &mut Memory, s| tick(memory, &s).host.shown.urgency;
-    assert_eq!(urgency(&mut memory, at(1_000, 40.0)), 0.75);
-    let sinking = urgency(&mut memory, at(2_000, 0.0));
+    assert_eq!(urgency(1_000, 40.0), 0.75);
+    let sinking = urgency(2_000, 0.0);
     assert!((0.6..0.75).contains(&sinking), "{sinking}");
-    assert_eq!(urgency(&mut memory, at(120_000, 0.0)), 0.0);
-    assert_eq!(urgency(&mut memory, at(121_000, 5.0)), 0.25, "in proportion");
+    assert_eq!(urgency(120_000, 0.0), 0.0);
+    assert_eq!(urgency(121_000, 5.0), 0.25, "in proportion");
 }
 
 #[test]
 fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
     let mut memory = Memory::default();
-    let at = |ms, swap: u64, paged: u64| {
-        let process = ProcessMemory {
-            anon: Bytes::mib(900 - swap),
-            swap: Bytes::mib(swap),
-            ..ProcessMemory::default()
-        };
-        let offload = OffloadSample { paged_out: Bytes::mib(paged), ..OffloadSample::default() };
-        let tasks = Tasks { offload: Some(offload), ..Tasks::default() };
-        let one = VmSample { process: Some(process), tasks, ..vm(1024, 124, 0) };
-        sample(ms, vec![one])
+    let at = |swap: u64, paged: u64| {
+        let mut one = paging(paged, vm(1024, 124, 900 - swap));
+        one.process.as_mut().unwrap().swap = Bytes::mib(swap);
+        one
     };
     for (ms, swap, paged) in [(1_000, 0, 0), (2_000, 100, 100), (3_000, 98, 100)] {
-        tick(&mut memory, &at(ms, swap, paged));
+        look(&mut memory, ms, at(swap, paged));
     }
     let cold = memory.vms[0].cold;
     assert_eq!((cold.back_until, cold.since), (None, Stamp(1_000)), "some is always read back");
-    tick(&mut memory, &at(4_000, 60, 100));
+    look(&mut memory, 4_000, at(60, 100));
     assert!(memory.vms[0].cold.back_until > Some(Stamp(200_000)));
-    let offloaded = memory.stages.iter().find(|t| t.name == StageName::Offload).unwrap();
-    assert_eq!(offloaded.came, Bytes::mib(100));
+    assert_eq!(offloaded(&memory), Bytes::mib(100));
 }
 
 #[test]
 fn what_a_vm_holds_that_comes_or_goes_is_not_taken_for_others() {
     let gib = Bytes::gib;
-    let used_by = |vms: Vec<VmSample>, at: u64, memory: &mut Memory| {
-        let mut sample = sample(at, vms);
+    let mut memory = Memory::default();
+    let mut others = |at: u64, vms: Vec<VmSample>| {
         // 6 GiB are used by VMs, or by one that is not seen any more.
-        sample.host.memory.as_mut().unwrap().available = gib(10);
-        tick(memory, &sample);
+        tick(&mut memory, &with_left(gib(10), sample(at, vms)));
+        memory.others.highest()
     };
     let vm = |resident: Option<Bytes>| {
         let process = resident.map(|anon| ProcessMemory { anon, ..ProcessMemory::default() });
         VmSample { id: ID, name: "a".into(), process, ..VmSample::default() }
     };
-    let mut memory = Memory::default();
-    used_by(vec![vm(Some(gib(5)))], 1_000, &mut memory);
-    used_by(vec![vm(Some(gib(5)))], 2_000, &mut memory);
-    assert_eq!(memory.others.highest(), gib(1));
-    used_by(vec![vm(None)], 3_000, &mut memory);
-    used_by(vec![], 4_000, &mut memory);
-    assert_eq!(memory.others.highest(), gib(1), "its end is under way");
+    others(1_000, vec![vm(Some(gib(5)))]);
+    assert_eq!(others(2_000, vec![vm(Some(gib(5)))]), gib(1));
+    others(3_000, vec![vm(None)]);
+    assert_eq!(others(4_000, vec![]), gib(1), "its end is under way");
     // One that is preallocated before it is found.
-    used_by(vec![], 5_000, &mut memory);
-    assert_eq!(memory.others.highest(), gib(6));
+    assert_eq!(others(5_000, vec![]), gib(6));
     for ms in [6_000, 7_000] {
-        used_by(vec![vm(Some(gib(5)))], ms, &mut memory);
-        assert_eq!(memory.others.highest(), gib(1), "at {ms}");
+        assert_eq!(others(ms, vec![vm(Some(gib(5)))]), gib(1), "at {ms}");
     }
 }

@@ -4,15 +4,15 @@
 use super::*;
 use crate::config::Metadata;
 
-#[test]
-fn plugged_memory_moves_what_is_owed() {
-    let mut memory = Memory::default();
-    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900)]));
-    let plugged = VmSample { ram: Some(Bytes::mib(2048)), ..vm(2048, 1600, 900) };
-    let model = tick(&mut memory, &sample(2_000, vec![plugged]));
-    assert_eq!(only(&model).ceiling, Bytes::mib(2048));
-    let model = tick(&mut memory, &sample(3_000, vec![vm(1024, 600, 900)]));
-    assert_eq!(only(&model).ceiling, Bytes::mib(1024), "and out again");
+/// What a daemon has that starts then: what was written down, and nothing else.
+fn next_daemon(memory: &Memory, model: &Model) -> Memory {
+    let mut next = Memory::default();
+    next.adopt(&owned(memory, model));
+    next
+}
+
+fn owned(memory: &Memory, model: &Model) -> Owned {
+    memory.owned(model, &Plan::default(), &[])
 }
 
 #[test]
@@ -27,7 +27,7 @@ fn what_an_ebb_noted_that_had_the_vm_before_is_owed_once_the_metadata_is_read() 
             };
             let noted = noted.flatten().map(Bytes::mib);
             let its = VmSample { metadata, noted, ..vm(900, 500, 900) };
-            model = tick(&mut memory, &sample(1_000 * (i as u64 + 1), vec![its]));
+            model = look(&mut memory, 1_000 * (i as u64 + 1), its);
         }
         (only(&model).owed.0 >> 20, memory.owed_ids().len())
     };
@@ -46,8 +46,8 @@ fn what_an_ebb_noted_that_had_the_vm_before_is_owed_once_the_metadata_is_read() 
         (3_000, 900, RunState::Running),
     ] {
         let its = VmSample { noted, run: Some(run), ..vm(actual, 500, 900) };
-        let model = tick(&mut memory, &sample(at, vec![its]));
-        let known: Vec<_> = memory.notes(&memory.owned(&model, &Plan::default(), &[]).vms);
+        let model = look(&mut memory, at, its);
+        let known: Vec<_> = memory.notes(&owned(&memory, &model).vms);
         let expected = if actual == 900 { vec![(memory.vms[0].id, noted)] } else { Vec::new() };
         assert_eq!(known, expected, "nothing is noted with a VM before its balloon is known");
     }
@@ -57,12 +57,7 @@ fn what_an_ebb_noted_that_had_the_vm_before_is_owed_once_the_metadata_is_read() 
 #[test]
 fn a_renamed_vm_is_the_same_with_other_settings() {
     let config = Config::parse("f", "[vm.b]\nmin = \"512MiB\"\n").unwrap();
-    let mut memory = Memory::default();
-    act(
-        &mut memory,
-        &sample(1_000, vec![vm(1024, 600, 900)]),
-        Some((1024, 900, short(Pressure::Hard))),
-    );
+    let mut memory = taken(900);
     let renamed = sample(2_000, vec![VmSample { name: "b".into(), ..vm(900, 500, 900) }]);
     memory.observe(&renamed);
     let model = Model::new(&config, &renamed, &memory);
@@ -74,44 +69,31 @@ fn a_renamed_vm_is_the_same_with_other_settings() {
 #[test]
 fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
     let mut memory = Memory::default();
-    act(
-        &mut memory,
-        &sample(900_000, vec![vm(1024, 600, 900)]),
-        Some((1024, 900, short(Pressure::Hard))),
-    );
+    take(&mut memory, 900_000, vm(1024, 600, 900), 900);
     memory.vms[0].stuck_until = Some(Stamp(990_000));
     memory.vms[0].socket = Some("/run/a".into());
-    let paged_out = OffloadSample { paged_out: Bytes::mib(70), ..OffloadSample::default() };
-    let tasks = Tasks { offload: Some(paged_out), ..Tasks::default() };
-    let paged = VmSample { tasks, ..vm(900, 500, 800) };
-    tick(&mut memory, &sample(901_000, vec![paged.clone()]));
-    let model = tick(&mut memory, &sample(5_000, vec![paged]));
-    let came = memory.stages.iter().find(|t| t.name == StageName::Offload).unwrap().came;
-    assert_eq!(came, Bytes::mib(70), "a counter that goes on is counted once");
+    let paged = paging(70, vm(900, 500, 800));
+    look(&mut memory, 901_000, paged.clone());
+    let model = look(&mut memory, 5_000, paged);
+    assert_eq!(offloaded(&memory), Bytes::mib(70), "a counter that goes on is counted once");
     assert_eq!(memory.vms[0].socket.as_deref(), Some("/run/a"), "`ebb release` may need it");
     assert_eq!(only(&model).standing, Standing::Ready);
     assert_eq!(only(&model).ceiling, Bytes::mib(1024));
-    let owned = memory.owned(&model, &Plan::default(), &[]);
+    let owned = owned(&memory, &model);
     assert_eq!(owned.vms[0].whole(Bytes::mib(1024)), Bytes::mib(1024));
     // And one that leaps ahead neither takes nor forgets.
-    let model = tick(&mut memory, &sample(9_000_000, vec![vm(900, 500, 800)]));
+    let model = look(&mut memory, 9_000_000, vm(900, 500, 800));
     assert_eq!(only(&model).ceiling, Bytes::mib(1024));
 }
 
 #[test]
 fn a_vm_that_vanished_is_forgotten_and_a_new_one_with_its_pid_is_new() {
-    let mut memory = Memory::default();
-    act(
-        &mut memory,
-        &sample(1_000, vec![vm(1024, 600, 900)]),
-        Some((1024, 900, short(Pressure::Hard))),
-    );
-    let other = VmSample { id: VmId { start: 10, ..ID }, ..vm(2048, 600, 900) };
-    let other = VmSample { ram: Some(Bytes::mib(2048)), ..other };
-    let unproven = sample(1_500, vec![other.clone()]);
-    let model = tick(&mut memory, &unproven);
+    let mut memory = taken(900);
+    let (id, ram) = (VmId { start: 10, ..ID }, Some(Bytes::mib(2048)));
+    let other = VmSample { id, ram, ..vm(2048, 600, 900) };
+    let model = look(&mut memory, 1_500, other.clone());
     assert_eq!((memory.vms.len(), memory.owed_ids()), (2, vec![ID]), "not seen is not gone");
-    assert_eq!(memory.owned(&model, &Plan::default(), &[]).vms[0].name, "a");
+    assert_eq!(owned(&memory, &model).vms[0].name, "a");
     assert!(model.host.warnings[0].contains("a (process 7) is owed memory"), "{model:?}");
     let model = tick(&mut memory, &Sample { ended: vec![ID], ..sample(2_000, vec![other]) });
     assert_eq!(memory.vms.len(), 1);
@@ -122,8 +104,8 @@ fn a_vm_that_vanished_is_forgotten_and_a_new_one_with_its_pid_is_new() {
 /// The next version may read nothing of it where this one wrote something.
 #[test]
 fn what_a_hand_over_does_not_tell_the_state_file_does() {
-    let owed = OwnedVm { id: ID, others: Some(Bytes::ZERO), ..OwnedVm::default() };
-    let owed = OwnedVm { ordered: Some(Bytes::mib(124)), ..owed };
+    let (others, ordered) = (Some(Bytes::ZERO), Some(Bytes::mib(124)));
+    let owed = OwnedVm { id: ID, others, ordered, ..OwnedVm::default() };
     let owned = Owned { vms: vec![owed], ..Owned::default() };
     let known = VmMemory { id: ID, name: "a".into(), ..VmMemory::default() };
     for vms in [vec![], vec![known]] {
@@ -134,7 +116,7 @@ fn what_a_hand_over_does_not_tell_the_state_file_does() {
     }
     // What it tells counts more.
     let mut memory = Memory::default();
-    tick(&mut memory, &sample(1_000, vec![vm(900, 500, 800)]));
+    look(&mut memory, 1_000, vm(900, 500, 800));
     memory.adopt(&owned);
     assert_eq!(memory.owed_ids(), []);
 }
@@ -143,37 +125,23 @@ fn what_a_hand_over_does_not_tell_the_state_file_does() {
 #[test]
 fn two_vms_of_one_name_are_owed_apart() {
     let mut memory = Memory::default();
-    let duplicate = VmId { pid: 8, ..ID };
-    let both = |size| {
-        sample(1_000, vec![vm(size, 600, 900), VmSample { id: duplicate, ..vm(1024, 600, 900) }])
-    };
-    act(&mut memory, &both(1024), Some((1024, 900, short(Pressure::Hard))));
+    let duplicate = || VmSample { id: VmId { pid: 8, ..ID }, ..vm(1024, 600, 900) };
+    let both = |size| sample(1_000, vec![vm(size, 600, 900), duplicate()]);
+    act(&mut memory, &both(1024), Some((900, short())));
     let model = tick(&mut memory, &both(900));
-    let owned = memory.owned(&model, &Plan::default(), &[]);
-    assert_eq!(owned.vms.iter().map(|v| v.id).collect::<Vec<_>>(), [ID]);
-    let left = Sample {
-        ended: vec![ID],
-        ..sample(2_000, vec![VmSample { id: duplicate, ..vm(1024, 600, 900) }])
-    };
+    let ids: Vec<_> = owned(&memory, &model).vms.iter().map(|v| v.id).collect();
+    assert_eq!(ids, [ID]);
+    let left = Sample { ended: vec![ID], ..sample(2_000, vec![duplicate()]) };
     assert_eq!(tick(&mut memory, &left).vms[0].owed, Bytes::ZERO);
 }
 
 /// Returns go out before the disk is written: what is written then tells of them.
 #[test]
 fn what_was_given_is_written_down_in_the_same_tick() {
-    let mut memory = Memory::default();
-    act(
-        &mut memory,
-        &sample(1_000, vec![vm(1024, 600, 900)]),
-        Some((1024, 900, short(Pressure::Hard))),
-    );
-    let model = tick(&mut memory, &sample(2_000, vec![vm(950, 600, 900)]));
+    let mut memory = taken(900);
+    let model = look(&mut memory, 2_000, vm(950, 600, 900));
     let reason = Reason::GuestShort { signs: String::new() };
-    let (from, to) = (Bytes::mib(950), Bytes::mib(1000));
-    let plan = Plan {
-        actions: vec![Action { vm: ID, name: "a".into(), from, to, reason }],
-        ..Plan::default()
-    };
+    let plan = Plan { actions: vec![action(only(&model), 1000, reason)], ..Plan::default() };
     let written = |error: Option<&str>, unanswered| {
         let error = error.map(Into::into);
         let outcome = Outcome { vm: ID, error, unanswered, ..Outcome::default() };
@@ -189,19 +157,14 @@ fn what_was_given_is_written_down_in_the_same_tick() {
 #[test]
 fn a_vm_that_libvirt_is_not_to_be_asked_for_any_more_is_given_back_and_asked_for_nothing() {
     let mut memory = Memory::default();
-    let seen = |at| {
-        let vm = VmSample { through_libvirt: true, ..vm(1024, 800, 900) };
-        sample(at, vec![vm])
-    };
-    act(&mut memory, &seen(1_000), Some((1024, 700, short(Pressure::Hard))));
-    let mut after = seen(2_000);
-    after.vms[0].balloon.as_mut().unwrap().actual = Bytes::mib(700);
-    after.host.memory.as_mut().unwrap().available = Bytes::mib(600);
+    let its = |size| VmSample { through_libvirt: true, ..vm(size, 800, 900) };
+    take(&mut memory, 1_000, its(1024), 700);
+    let after = with_left(Bytes::mib(600), sample(2_000, vec![its(700)]));
     memory.observe(&after);
     let orders = |config: &str| {
         let config = Config::parse("f", config).unwrap();
         let model = Model::new(&config, &after, &memory);
-        let plan = crate::policy::decide(&model, &memory, &[]).plan;
+        let plan = plan(&memory, &model);
         let sizes = plan.actions.iter().map(|a| a.to.0 >> 20).collect::<Vec<_>>();
         (sizes, only(&model).standing.why().to_owned())
     };
@@ -217,29 +180,24 @@ fn a_driver_that_was_gone_for_long_leaves_the_debt() {
     for (run, daemons) in [(RunState::Paused, 1), (RunState::Running, 1), (RunState::Paused, 2)] {
         let mut memory = Memory::default();
         let its = |actual, silent_s: u64, run: &RunState| {
-            let mut vm = VmSample { run: Some(run.clone()), ..vm(actual, 500, 900) };
-            let balloon = vm.balloon.as_mut().unwrap();
-            balloon.deflate_on_oom = Some(false);
-            balloon.guest.as_mut().unwrap().age_ms = silent_s * 1000;
-            vm
+            let mut vm = aged(actual, 500, 900, silent_s * 1000);
+            vm.balloon.as_mut().unwrap().deflate_on_oom = Some(false);
+            VmSample { run: Some(run.clone()), ..vm }
         };
         let awake = RunState::Running;
-        let take = Some((1024, 600, short(Pressure::Hard)));
-        act(&mut memory, &sample(1_000, vec![its(1024, 0, &awake)]), take);
-        tick(&mut memory, &sample(2_000, vec![its(600, 0, &awake)]));
+        take(&mut memory, 1_000, its(1024, 0, &awake), 600);
+        look(&mut memory, 2_000, its(600, 0, &awake));
         let mut model = Model::default();
         for s in 3..600 {
-            model = tick(&mut memory, &sample(s * 1000, vec![its(1024, s - 2, &run)]));
+            model = look(&mut memory, s * 1000, its(1024, s - 2, &run));
         }
         // An Ebb that stops now takes its order back.
-        let owned = memory.owned(&model, &Plan::default(), &[]);
-        assert!(owned.vms.iter().any(OwnedVm::is_ordered), "{run:?}");
+        assert!(owned(&memory, &model).vms.iter().any(OwnedVm::is_ordered), "{run:?}");
         if daemons == 2 {
-            memory = Memory::default();
-            memory.adopt(&owned);
+            memory = next_daemon(&memory, &model);
         }
         for (s, actual) in [(600, 1024), (601, 800), (602, 700), (603, 600), (604, 600)] {
-            model = tick(&mut memory, &sample(s * 1000, vec![its(actual, 0, &awake)]));
+            model = look(&mut memory, s * 1000, its(actual, 0, &awake));
         }
         assert_eq!(only(&model).owed, Bytes::mib(424), "{run:?} {daemons}");
     }
@@ -253,7 +211,7 @@ fn a_balloon_that_still_grows_when_its_vm_goes_on_leaves_the_debt() {
     for (s, actual) in (1..60).map(|s| (s, 900)).chain([(60, 900), (61, 700), (62, 600)]) {
         let run = Some(if s < 60 { RunState::Paused } else { RunState::Running });
         let its = VmSample { run, noted: Some(Bytes::ZERO), ..vm(actual, 500, 900) };
-        model = tick(&mut memory, &sample(s * 1000, vec![its]));
+        model = look(&mut memory, s * 1000, its);
     }
     assert_eq!(only(&model).owed, Bytes::mib(424));
 }
@@ -267,26 +225,22 @@ fn a_size_that_is_set_long_after_a_vm_arrived_is_the_operators() {
         let actual = if s < 17 { 1024 } else { 700 };
         let link = if s == 16 { Link::Slow("silent".into()) } else { Link::Up };
         let its = VmSample { link, noted: Some(Bytes::ZERO), ..vm(actual, 500, 900) };
-        model = tick(&mut memory, &sample(s * 1000, vec![its]));
+        model = look(&mut memory, s * 1000, its);
     }
     assert_eq!(only(&model).owed, Bytes::ZERO);
-    assert!(memory.vms[0].ledger.left_ms(Stamp(19_000)).is_some());
+    assert!(is_left_alone(&memory, 19_000));
 }
 
 /// A daemon was killed, its VM given all its memory before the next one started.
 #[test]
 fn a_size_that_is_lowered_after_a_vm_was_found_whole_is_the_operators() {
     let owed = |moves: &[(u64, u64)]| {
-        let mut memory = Memory::default();
-        let all = sample(1_000, vec![vm(1024, 600, 900)]);
-        act(&mut memory, &all, Some((1024, 600, short(Pressure::Hard))));
-        let mut model = tick(&mut memory, &sample(2_000, vec![vm(600, 200, 500)]));
-        let owned = memory.owned(&model, &Plan::default(), &[]);
-        let mut memory = Memory::default();
-        memory.adopt(&owned);
+        let mut memory = taken(600);
+        let mut model = look(&mut memory, 2_000, vm(600, 200, 500));
+        let mut memory = next_daemon(&memory, &model);
         for s in 3..60 {
             let size = moves.iter().rev().find(|(from, _)| *from <= s).map_or(1024, |(_, to)| *to);
-            model = tick(&mut memory, &sample(s * 1000, vec![vm(size, size - 400, 500)]));
+            model = look(&mut memory, s * 1000, vm(size, size - 400, 500));
         }
         only(&model).owed.0 >> 20
     };
@@ -302,17 +256,15 @@ fn nothing_is_taken_that_cannot_be_written_down() {
     let (mut actual, mut took) = (1024, false);
     for s in 1..30 {
         let its = VmSample { ram: None, ..vm(actual, actual - 300, actual) };
-        let mut seen = sample(s * 1000, vec![its]);
-        seen.host.memory.as_mut().unwrap().available = Bytes::mib(300);
-        memory.observe(&seen);
-        let model = Model::new(&Config::default(), &seen, &memory);
-        let decided = crate::policy::decide(&model, &memory, &[]);
-        let written = memory.owned(&model, &decided.plan, &[]);
-        if let Some(a) = decided.plan.actions.iter().find(|a| a.to < a.from) {
-            (actual, took) = (a.to.0 >> 20, true);
-            assert!(written.vms.iter().any(|o| o.id == ID), "{s}: {a:?}");
-        }
-        memory.learn(&model, &decided, &carried_out(&decided.plan), true);
+        let seen = with_left(Bytes::mib(300), sample(s * 1000, vec![its]));
+        decides(&mut memory, &seen, |memory, model, plan| {
+            if let Some(a) = plan.actions.iter().find(|a| a.to < a.from) {
+                (actual, took) = (a.to.0 >> 20, true);
+                let written = memory.owned(model, plan, &[]);
+                assert!(written.vms.iter().any(|o| o.id == ID), "{s}: {a:?}");
+            }
+            carried_out(plan)
+        });
     }
     assert!(!took || !memory.owed_ids().is_empty());
 }

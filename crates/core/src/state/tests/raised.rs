@@ -3,36 +3,11 @@
 use super::*;
 use crate::sample::HandsOff;
 
-/// A VM of `size` MiB of which the host holds `held`, with `left` available by statistics of this age.
-fn aged(size: u64, left: u64, held: u64, age_ms: u64) -> VmSample {
-    let mut its = vm(size, left, held);
-    its.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
-    its
-}
-
 /// A tick in which Ebb decides, on a host with this many MiB available: the size that it orders.
-fn ordered(memory: &mut Memory, mut seen: Sample, available: u64) -> Option<u64> {
-    seen.host.memory.as_mut().unwrap().available = Bytes::mib(available);
-    memory.observe(&seen);
-    let model = Model::new(&Config::default(), &seen, memory);
-    let decided = crate::policy::decide(&model, memory, &[]);
-    memory.learn(&model, &decided, &carried_out(&decided.plan), true);
-    decided.plan.actions.first().map(|a| a.to.0 >> 20)
-}
-
-/// Ebb has taken the VM down to this size; then it stays as it is for some seconds.
-fn taken_to(size: u64, its: &dyn Fn() -> VmSample, seconds: u64) -> Memory {
-    let mut memory = Memory::default();
-    let ram = its().ram;
-    let from = ram.unwrap().0 >> 20;
-    let whole = VmSample { ram, ..vm(from, 600, 900) };
-    act(&mut memory, &sample(1_000, vec![whole]), Some((from, size, short(Pressure::Hard))));
-    (2..=seconds).for_each(|s| drop(tick(&mut memory, &sample(s * 1000, vec![its()]))));
-    memory
-}
-
-fn is_left_alone(memory: &Memory, at: u64) -> bool {
-    memory.vms[0].ledger.left_ms(Stamp(at)).is_some()
+fn ordered(memory: &mut Memory, seen: Sample, available: u64) -> Option<u64> {
+    let seen = with_left(Bytes::mib(available), seen);
+    let (_, plan) = decides(memory, &seen, |_, _, plan| carried_out(plan));
+    plan.actions.first().map(|a| a.to.0 >> 20)
 }
 
 /// QEMU has one target: an order of Ebb's in between would be the last.
@@ -82,7 +57,7 @@ fn an_operators_size_is_theirs_in_one_step_and_in_two() {
         let mut memory = taken_to(500, &|| vm(500, 110, 450), 9);
         let (mut at, mut was) = (10_000, 500);
         for size in sizes.iter().chain([&900; 20]) {
-            tick(&mut memory, &sample(at, vec![aged(*size, was - 390, 450, 90)]));
+            look(&mut memory, at, aged(*size, was - 390, 450, 90));
             (at, was) = (at + 100, *size);
         }
         assert!(is_left_alone(&memory, at), "{sizes:?}");
@@ -93,12 +68,12 @@ fn an_operators_size_is_theirs_in_one_step_and_in_two() {
 fn what_a_guest_deflates_later_ends_no_operators_ten_minutes() {
     let mut memory = taken_to(500, &|| vm(500, 200, 400), 9);
     for s in 10..=60 {
-        tick(&mut memory, &sample(s * 1000, vec![vm(800, 500, 400)]));
+        look(&mut memory, s * 1000, vm(800, 500, 400));
     }
     let left = |memory: &Memory, s: u64| memory.vms[0].ledger.left_ms(Stamp(s * 1000));
     assert!(left(&memory, 60) > Some(540_000));
-    tick(&mut memory, &sample(61_000, vec![aged(820, 500, 820, 1_000)]));
-    tick(&mut memory, &sample(62_000, vec![vm(820, 5, 820)]));
+    look(&mut memory, 61_000, aged(820, 500, 820, 1_000));
+    look(&mut memory, 62_000, vm(820, 5, 820));
     assert!(left(&memory, 62).is_some_and(|ms| ms < 550_000), "of the operator's move");
 }
 
@@ -113,7 +88,7 @@ fn what_a_guest_deflates_before_qemu_tells_that_it_may_stays_owed() {
             let balloon = its.balloon.as_mut().unwrap();
             balloon.deflate_on_oom = deflates;
             balloon.guest.as_mut().unwrap().is_windows = seems_windows;
-            tick(&mut memory, &sample(s * 1000, vec![its]));
+            look(&mut memory, s * 1000, its);
         }
         let owed = memory.vms[0].ledger.owed(Bytes::mib(1024), Bytes::mib(580));
         assert_eq!(owed, Bytes::mib(if deflates == Some(false) { 0 } else { 444 }), "{deflates:?}");
@@ -129,10 +104,10 @@ fn what_a_guest_touched_while_qemu_did_not_answer_counts_as_touched() {
             let mut its = aged(500, left, held, ms);
             its.balloon.as_mut().unwrap().age_ms = ms;
             its.link = Link::Slow("no answer".into());
-            tick(&mut memory, &sample(10_000 + ms, vec![its]));
+            look(&mut memory, 10_000 + ms, its);
         }
-        tick(&mut memory, &sample(11_300, vec![aged(800, left, 750, 1_300)]));
-        tick(&mut memory, &sample(12_300, vec![vm(800, 500, 750)]));
+        look(&mut memory, 11_300, aged(800, left, 750, 1_300));
+        look(&mut memory, 12_300, vm(800, 500, 750));
         assert!(!is_left_alone(&memory, 12_300), "slow: {slow}, {left} left: it touched all of it");
     }
 }
@@ -144,8 +119,8 @@ fn what_is_plugged_no_balloon_gave_up() {
         let ram = Some(Bytes::mib(1024 + plugged));
         let size = 540 + plugged;
         let its = VmSample { ram, ..aged(size, 20, 530, 1_000) };
-        tick(&mut memory, &sample(11_000, vec![its]));
-        tick(&mut memory, &sample(12_000, vec![VmSample { ram, ..vm(size, 20 + plugged, 530) }]));
+        look(&mut memory, 11_000, its);
+        look(&mut memory, 12_000, VmSample { ram, ..vm(size, 20 + plugged, 530) });
         assert!(!is_left_alone(&memory, 12_000), "{plugged} plugged: it touched all of its 40 MiB");
     }
 }
@@ -160,14 +135,12 @@ fn memory_that_is_plugged_between_two_answers_adds_nothing_to_what_is_owed() {
             its.balloon.as_mut().unwrap().deflate_on_oom = Some(deflates);
             its
         };
-        let first = sample(1_000, vec![its(1024, 824, 400)]);
-        act(&mut memory, &first, Some((824, 600, short(Pressure::Hard))));
-        (2..=10)
-            .for_each(|s| drop(tick(&mut memory, &sample(s * 1000, vec![its(1024, 600, 200)]))));
-        tick(&mut memory, &sample(10_100, vec![its(1024, 1624, 200)]));
+        take(&mut memory, 1_000, its(1024, 824, 400), 600);
+        (2..=10).for_each(|s| drop(look(&mut memory, s * 1000, its(1024, 600, 200))));
+        look(&mut memory, 10_100, its(1024, 1624, 200));
         let mut model = Model::default();
         for s in 11..16 {
-            model = tick(&mut memory, &sample(s * 1000, vec![its(2048, 1624, 1200)]));
+            model = look(&mut memory, s * 1000, its(2048, 1624, 1200));
         }
         assert_eq!(only(&model).owed, Bytes::mib(224), "deflates: {deflates}");
     }
@@ -177,14 +150,13 @@ fn memory_that_is_plugged_between_two_answers_adds_nothing_to_what_is_owed() {
 fn what_ebb_gave_and_the_guest_touched_tells_nothing_of_an_operators_later_size() {
     for beyond in [0, 4] {
         let mut memory = taken_to(300, &|| vm(300, 40, 290), 9);
-        let given = Some((300, 500, Reason::GuestShort { signs: String::new() }));
-        act(&mut memory, &sample(10_000, vec![vm(300, 40, 290)]), given);
+        give(&mut memory, 10_000, vm(300, 40, 290), 500);
         let size = 500 + beyond;
-        tick(&mut memory, &sample(10_100, vec![aged(size, 40, 290, 100)]));
-        tick(&mut memory, &sample(10_300, vec![vm(size, size - 300, 490)]));
-        tick(&mut memory, &sample(11_000, vec![vm(size, size - 300, 490)]));
-        tick(&mut memory, &sample(11_500, vec![aged(800, size - 300, 490, 100)]));
-        tick(&mut memory, &sample(11_700, vec![vm(800, 500, 490)]));
+        look(&mut memory, 10_100, aged(size, 40, 290, 100));
+        look(&mut memory, 10_300, vm(size, size - 300, 490));
+        look(&mut memory, 11_000, vm(size, size - 300, 490));
+        look(&mut memory, 11_500, aged(800, size - 300, 490, 100));
+        look(&mut memory, 11_700, vm(800, 500, 490));
         assert!(is_left_alone(&memory, 11_700), "{beyond} beyond Ebb's order");
     }
 }
@@ -194,15 +166,14 @@ fn what_ebb_gave_and_the_guest_touched_tells_nothing_of_an_operators_later_size(
 fn a_guest_that_deflates_its_balloon_on_the_way_to_its_order_makes_no_operator() {
     let left_alone = |sizes: &[u64]| {
         let mut memory = taken_to(300, &|| vm(300, 40, 290), 9);
-        let given = Some((300, 441, Reason::GuestShort { signs: String::new() }));
-        act(&mut memory, &sample(10_000, vec![vm(300, 40, 290)]), given);
+        give(&mut memory, 10_000, vm(300, 40, 290), 441);
         let mut at = 10_000;
         for size in sizes {
             at += 100;
-            tick(&mut memory, &sample(at, vec![vm(*size, 200, 300)]));
+            look(&mut memory, at, vm(*size, 200, 300));
         }
         let to = sizes[sizes.len() - 1];
-        tick(&mut memory, &sample(at + 900, vec![vm(to, to - 150, 300)]));
+        look(&mut memory, at + 900, vm(to, to - 150, 300));
         is_left_alone(&memory, at + 900)
     };
     for guests in [[400, 441], [400, 450], [445, 450], [441, 450]] {
@@ -218,11 +189,10 @@ fn a_guest_that_deflates_its_balloon_on_the_way_to_its_order_makes_no_operator()
 #[test]
 fn a_guest_that_deflates_its_balloon_beyond_its_order_and_touches_it_makes_no_operator() {
     let mut memory = taken_to(300, &|| vm(300, 8, 290), 9);
-    let given = Some((300, 441, Reason::GuestShort { signs: String::new() }));
-    act(&mut memory, &sample(10_000, vec![vm(300, 8, 290)]), given);
+    give(&mut memory, 10_000, vm(300, 8, 290), 441);
     for (at, size, held) in [(10_100, 441, 441), (10_200, 456, 456), (10_300, 458, 457)] {
-        tick(&mut memory, &sample(at, vec![vm(size, 8, held)]));
+        look(&mut memory, at, vm(size, 8, held));
     }
-    tick(&mut memory, &sample(11_400, vec![vm(458, 200, 457)]));
-    assert_eq!(memory.vms[0].ledger.left_ms(Stamp(11_400)), None, "it has touched the most of it");
+    look(&mut memory, 11_400, vm(458, 200, 457));
+    assert!(!is_left_alone(&memory, 11_400), "it has touched the most of it");
 }

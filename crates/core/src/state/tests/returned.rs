@@ -1,29 +1,19 @@
 //! What came back of a VM, by what took it.
 
 use super::*;
-use crate::wire::{AgentState, Counters};
-
-/// Takes in a VM whose agent has recycled so much, and may be at work.
-fn see(memory: &mut Memory, at: u64, resident: u64, (recycled, busy): (u64, bool)) -> [u64; 3] {
-    let counters = Counters { recycled: Bytes::mib(recycled), ..Counters::default() };
-    let agent = AgentSample {
-        link: Link::Up,
-        state: AgentState::Ready,
-        counters,
-        busy,
-        ..AgentSample::default()
-    };
-    let one = VmSample { agent: Some(agent), ..vm(1024, 500, resident) };
-    tick(memory, &sample(at, vec![one]));
-    let returned = memory.vm(ID).unwrap().returned;
-    [returned.recycled, returned.reporting, returned.other].map(|b| b.0 >> 20)
-}
+use crate::wire::Counters;
 
 /// Its counters are told when it has done, and residency is read in the middle of its work.
 #[test]
 fn what_an_agent_at_work_takes_is_put_down_to_it_at_the_end() {
     let mut memory = Memory::default();
-    let mut see = |at, resident, agent| see(&mut memory, at, resident, agent);
+    let mut see = |at, resident, (recycled, busy)| {
+        let counters = Counters { recycled: Bytes::mib(recycled), ..Counters::default() };
+        let agent = Some(AgentSample { counters, busy, ..AgentSample::ready(0) });
+        look(&mut memory, at, VmSample { agent, ..vm(1024, 500, resident) });
+        let returned = memory.vm(ID).unwrap().returned;
+        [returned.recycled, returned.reporting, returned.other].map(|b| b.0 >> 20)
+    };
     assert_eq!(see(1000, 900, (0, false)), [0, 0, 0]);
     assert_eq!(see(1100, 700, (0, true)), [0, 0, 0]);
     assert_eq!(see(1200, 600, (0, true)), [0, 0, 0]);
@@ -37,7 +27,7 @@ fn plugged_memory_is_not_given_back_and_what_is_unplugged_is_not_taken() {
     let mut see = |at, ram, size, resident| {
         let ram = Some(Bytes::mib(ram));
         let one = VmSample { ram, ..vm(size, size / 2, resident) };
-        tick(&mut memory, &sample(at, vec![one]));
+        look(&mut memory, at, one);
         let m = memory.vm(ID).unwrap();
         [m.returned.given_back, m.returned.balloon, m.inflated].map(|b| b.0 >> 20)
     };

@@ -6,34 +6,29 @@ use super::*;
 #[test]
 fn who_contradicts_what_is_known_is_not_asked_and_forgiven_later() {
     let mut memory = Memory::default();
-    let liar = |at| sample(at, vec![vm(1024, 1024, 900)]);
     let level = |m: &Model| only(m).trust.level;
-    assert_eq!(level(&tick(&mut memory, &liar(1_000))), 0.5, "gently");
-    let model = tick(&mut memory, &liar(2_000));
+    let model = look(&mut memory, 1_000, vm(1024, 1024, 900));
+    assert_eq!(level(&model), 0.5, "gently");
+    let model = look(&mut memory, 2_000, vm(1024, 1024, 900));
     assert_eq!(level(&model), 0.0);
     assert_eq!(only(&model).convergence.state, Progress::Lying);
     let Standing::GiveOnly(why) = &only(&model).standing else { panic!("{model:?}") };
     assert!(why.contains("not believed: it claims 1 GiB available of 1 GiB"), "{why}");
-    let honest = |at| sample(at, vec![vm(1024, 700, 900)]);
-    assert_eq!(level(&tick(&mut memory, &honest(5_000))), 0.0);
-    assert_eq!(level(&tick(&mut memory, &honest(12_000))), 1.0);
+    for (at, honest) in [(5_000, 0.0), (12_000, 1.0)] {
+        assert_eq!(level(&look(&mut memory, at, vm(1024, 700, 900))), honest);
+    }
 }
 
 /// QEMU tells its size at once and the guest's word up to a second late.
 #[test]
 fn a_balloon_that_grows_is_no_guest_that_needs_memory() {
     let mut memory = Memory::default();
-    let word = |at, actual, available, age_ms| {
-        let mut v = vm(actual, available, 900);
-        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
-        sample(at, vec![v])
-    };
-    tick(&mut memory, &word(1000, 512, 400, 0));
+    look(&mut memory, 1000, vm(512, 400, 900));
     // 112 MiB are needed all the time; the balloon takes 340 within a tick or two.
     let seen =
         [(2000, 300, 400, 900), (2300, 172, 400, 1200), (3000, 172, 250, 0), (3300, 172, 60, 0)];
     for (at, actual, available, age) in seen {
-        let model = tick(&mut memory, &word(at, actual, available, age));
+        let model = look(&mut memory, at, aged(actual, available, 900, age));
         let need = memory.vm(ID).unwrap().rates.map_or(0.0, |r| r.need);
         let grown = model.vms[0].distress.contains("grows");
         assert!(!grown && need < 1.0, "{at}: {need} {}", model.vms[0].distress);
@@ -43,34 +38,24 @@ fn a_balloon_that_grows_is_no_guest_that_needs_memory() {
 /// An operator's order is carried out between two looks; the guest's word is of before.
 #[test]
 fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
-    use crate::policy::decide;
     let mut memory = Memory::default();
-    let word = |at, actual, available, age_ms| {
-        let mut v = vm(actual, available, 900);
-        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
-        sample(at, vec![v])
-    };
-    tick(&mut memory, &word(1_000, 512, 440, 0));
+    look(&mut memory, 1_000, vm(512, 440, 900));
     // 80 MiB are needed all the time.
-    for (at, actual, available, age) in [
-        (2_000, 200, 440, 500),
-        (2_500, 200, 440, 1_000),
-        (3_000, 200, 120, 0),
-        (4_000, 200, 120, 0),
-    ] {
-        let model = tick(&mut memory, &word(at, actual, available, age));
+    for (at, available, age) in
+        [(2_000, 440, 500), (2_500, 440, 1_000), (3_000, 120, 0), (4_000, 120, 0)]
+    {
+        let model = look(&mut memory, at, aged(200, available, 900, age));
         assert_eq!(only(&model).distress, "", "{at}");
         assert_eq!(only(&model).trust.level, 1.0, "{at}: {}", only(&model).trust.why);
-        let plan = decide(&model, &memory, &[]).plan;
-        assert_eq!(plan.actions, [], "{at}");
+        assert_eq!(plan(&memory, &model).actions, [], "{at}");
     }
-    assert_eq!(only(&tick(&mut memory, &word(5_000, 200, 120, 0))).owed, Bytes::ZERO);
+    assert_eq!(only(&look(&mut memory, 5_000, vm(200, 120, 900))).owed, Bytes::ZERO);
     // Just before the first look.
     let mut memory = Memory::default();
     for (at, available, age) in
         [(1_000, 440, 0), (1_500, 440, 500), (2_000, 120, 0), (3_000, 120, 0)]
     {
-        let model = tick(&mut memory, &word(at, 200, available, age));
+        let model = look(&mut memory, at, aged(200, available, 900, age));
         assert_eq!(only(&model).distress, "", "{at}");
         assert_eq!(only(&model).trust.level, 0.5, "{at}: one word, doubted once");
     }
@@ -81,9 +66,7 @@ fn a_balloon_that_others_grow_is_no_guest_that_needs_memory() {
 fn a_word_that_stands_at_a_larger_size_is_of_that_size() {
     let mut memory = Memory::default();
     let mut look = |at, actual, available, age_ms| {
-        let mut v = vm(actual, available, 900);
-        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = age_ms;
-        let model = tick(&mut memory, &sample(at, vec![v]));
+        let model = look(&mut memory, at, aged(actual, available, 900, age_ms));
         only(&model).guest.unwrap().need.0 >> 20
     };
     assert_eq!(look(1_000, 512, 8, 0), 504);
@@ -101,16 +84,12 @@ fn a_word_that_stands_at_a_larger_size_is_of_that_size() {
 #[test]
 fn a_need_that_grows_behind_a_growing_balloon_is_seen() {
     let mut memory = Memory::default();
-    let look = |at, actual, available| {
-        let mut v = vm(actual, available, 900);
-        v.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = 500;
-        sample(at, vec![v])
-    };
     // 50 MiB a half second by the balloon, 60 by its programs, said half a second ago.
     let mut need = 0;
     for i in 0..6 {
         let (actual, was) = (1024 - 50 * i, 1024 - 50 * i.max(1) + 50);
-        let model = tick(&mut memory, &look(1_000 + 500 * i, actual, was - 100 - 60 * i));
+        let its = aged(actual, was - 100 - 60 * i, 900, 500);
+        let model = look(&mut memory, 1_000 + 500 * i, its);
         need = only(&model).guest.unwrap().need.0 >> 20;
     }
     assert!((350..=400).contains(&need), "{need}");
@@ -119,22 +98,15 @@ fn a_need_that_grows_behind_a_growing_balloon_is_seen() {
 #[test]
 fn a_quiet_guest_that_begins_to_need_memory_is_as_fast_as_it_is() {
     let mut memory = Memory::default();
-    let says = |at, available, age_ms| {
-        let mut vm = vm(1024, available, 1024);
-        if let Some(g) = vm.balloon.as_mut().and_then(|b| b.guest.as_mut()) {
-            g.age_ms = age_ms;
-        }
-        sample(at, vec![vm])
-    };
     for at in [1_000, 2_000, 3_000, 4_000] {
-        tick(&mut memory, &says(at, 600, 0));
+        look(&mut memory, at, vm(1024, 600, 1024));
     }
     // Looked at again, but not said again.
-    tick(&mut memory, &says(4_400, 600, 400));
-    tick(&mut memory, &says(4_500, 550, 0));
+    look(&mut memory, 4_400, aged(1024, 600, 1024, 400));
+    look(&mut memory, 4_500, vm(1024, 550, 1024));
     let rate = |m: &Memory| m.vm(ID).unwrap().rates.unwrap().need / Bytes::mib(1).0 as f64;
     assert_eq!(rate(&memory), 100.0, "50 MiB since it last said 600, half a second ago");
-    tick(&mut memory, &says(5_000, 550, 0));
+    look(&mut memory, 5_000, vm(1024, 550, 1024));
     assert_eq!(rate(&memory), 0.0, "and it has stopped");
 }
 
@@ -142,20 +114,17 @@ fn a_quiet_guest_that_begins_to_need_memory_is_as_fast_as_it_is() {
 fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
     let mut memory = Memory::default();
     let mut look = |at: u64, stalls: u64, agent: bool| {
-        let facts = crate::wire::abi::Facts {
+        let facts = Some(crate::wire::abi::Facts {
             time_ns: at * 1_000_000,
             total: 512 << 8,
             free: 50 << 8,
             available: 100 << 8,
             alloc_stall: stalls,
             ..Default::default()
-        };
-        let state = crate::wire::AgentState::Ready;
-        let facts = Some(facts);
-        let agent =
-            agent.then(|| AgentSample { link: Link::Up, state, facts, ..AgentSample::default() });
+        });
+        let agent = agent.then(|| AgentSample { facts, ..AgentSample::ready(0) });
         // The balloon's say the same all the time.
-        let model = tick(&mut memory, &sample(at, vec![VmSample { agent, ..vm(512, 100, 500) }]));
+        let model = look(&mut memory, at, VmSample { agent, ..vm(512, 100, 500) });
         only(&model).distress.clone()
     };
     assert_eq!([look(1_000, 7, true), look(1_500, 7, true)], ["", ""]);
@@ -167,11 +136,10 @@ fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
 #[test]
 fn the_need_of_a_guest_that_deflates_its_balloon_itself_goes_on_growing() {
     let mut memory = Memory::default();
-    tick(&mut memory, &sample(1_000, vec![vm(500, 30, 900)]));
-    tick(&mut memory, &sample(1_100, vec![vm(500, 20, 900)]));
+    look(&mut memory, 1_000, vm(500, 30, 900));
+    look(&mut memory, 1_100, vm(500, 20, 900));
     for i in 1..5 {
-        let model =
-            tick(&mut memory, &sample(1_100 + 100 * i, vec![vm(500 + 20 * i, 20 - i, 900)]));
+        let model = look(&mut memory, 1_100 + 100 * i, vm(500 + 20 * i, 20 - i, 900));
         assert!(memory.vms[0].ledger.foreign.is_none());
         assert!(!model.vms[0].distress.is_empty());
     }
@@ -189,7 +157,7 @@ fn the_time_in_which_a_vm_is_not_managed_is_no_silence_of_its_guest() {
             let link = Link::Down("not connected to".into());
             let alone = VmSample { let_be, link, run: None, balloon: None, ..heard.clone() };
             let vm = if (10..30).contains(&s) { alone } else { heard };
-            tick(&mut memory, &sample(s * 1_000, vec![vm]));
+            look(&mut memory, s * 1_000, vm);
         }
         memory.vms[0].contact.left_ms(Stamp(40_000)).is_some()
     };
@@ -201,14 +169,12 @@ fn the_time_in_which_a_vm_is_not_managed_is_no_silence_of_its_guest() {
 #[test]
 fn memory_that_is_plugged_is_no_guest_that_needs_memory() {
     let mut memory = Memory::default();
-    for (at, ram, actual, left) in [
-        (1_000, 1024, 512, 300),
-        (2_000, 1024, 512, 301),
-        (2_300, 1280, 768, 300),
-        (3_000, 1280, 768, 301),
-    ] {
-        let its = VmSample { ram: Some(Bytes::mib(ram)), ..vm(actual, left, 512) };
-        let model = tick(&mut memory, &sample(at, vec![its]));
+    for (at, plugged, left) in
+        [(1_000, 0, 300), (2_000, 0, 301), (2_300, 256, 300), (3_000, 256, 301)]
+    {
+        let ram = Some(Bytes::mib(1024 + plugged));
+        let its = VmSample { ram, ..vm(512 + plugged, left, 512) };
+        let model = look(&mut memory, at, its);
         let grows = memory.vm(ID).unwrap().rates.map_or(0.0, |r| r.need);
         assert!(grows < 8e6 && model.vms[0].distress.is_empty(), "{at}: {grows}");
     }
@@ -227,7 +193,7 @@ fn a_vm_that_is_paused_is_not_silent() {
             20..40 => VmSample { link, run: None, balloon: None, ..paused },
             _ => paused,
         };
-        let model = tick(&mut memory, &sample(s * 1_000, vec![its]));
+        let model = look(&mut memory, s * 1_000, its);
         if s > 41 {
             assert_eq!(only(&model).unseen, "", "{s}");
         }
@@ -240,11 +206,9 @@ fn vms_that_are_not_managed_share_no_silence_with_others() {
     let mut memory = Memory::default();
     for s in 1..=60 {
         let its = |pid| {
-            let mut heard = VmSample { id: VmId { pid, start: 1 }, ..vm(1024, 600, 900) };
             let silent = if pid <= 3 { s >= 5 } else { pid == 4 && (30..45).contains(&s) };
-            if silent {
-                heard.balloon.as_mut().unwrap().guest.as_mut().unwrap().age_ms = 9_000;
-            }
+            let heard = aged(1024, 600, 900, if silent { 9_000 } else { 0 });
+            let heard = VmSample { id: VmId { pid, start: 1 }, ..heard };
             let link = Link::Down("not connected to".into());
             match pid <= 3 && s >= 20 {
                 true => VmSample { let_be: true, link, run: None, balloon: None, ..heard },

@@ -102,12 +102,11 @@ mod tests {
 
     #[test]
     fn a_line_is_added_once_and_what_was_there_stays() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let (_dir, root) = crate::cmd::doctor::tests::tree();
         let line = Fix::Line { file: "/etc/new/file", line: "include if exists <x>" };
         let found =
             |fix| Check { fix: Some(fix), ..check("host", "x", Grade::Missing, "not there", "") };
-        let text = || fs::read_to_string(dir.path().join("etc/new/file"));
+        let text = || fs::read_to_string(root.path("/etc/new/file"));
         let said = |checks: &[Check], dry_run| fix(checks, &root, dry_run)[0].clone();
         let would = said(&[found(line)], true);
         assert!(would.grade == Grade::Note && text().is_err(), "{would:?}");
@@ -116,7 +115,7 @@ mod tests {
             (done.grade, text().unwrap().as_str()),
             (Grade::Good, "include if exists <x>\n")
         );
-        fs::write(dir.path().join("etc/new/file"), "an operator's, without an end").unwrap();
+        fs::write(root.path("/etc/new/file"), "an operator's, without an end").unwrap();
         said(&[found(line)], false);
         assert_eq!(text().unwrap(), "an operator's, without an end\ninclude if exists <x>\n");
         assert_eq!(said(&[], false).grade, Grade::Note);

@@ -270,25 +270,21 @@ pub(super) fn zeros_check(config: &Config, root: &Root) -> Option<Check> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cmd::doctor::tests::{put, tree};
 
     #[test]
     fn another_controller_of_balloons_is_named_with_what_to_do() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let (_dir, root) = tree();
         let process = |pid: u32, comm: &str, line: &str| {
-            let proc = dir.path().join(format!("proc/{pid}"));
-            std::fs::create_dir_all(&proc).unwrap();
-            std::fs::write(proc.join("comm"), format!("{comm}\n")).unwrap();
-            std::fs::write(proc.join("cmdline"), line.replace(' ', "\0")).unwrap();
-            std::fs::write(proc.join("status"), "Uid: 0 0 0 0\n").unwrap();
+            put(&root, &format!("/proc/{pid}/comm"), &format!("{comm}\n"));
+            put(&root, &format!("/proc/{pid}/cmdline"), &line.replace(' ', "\0"));
+            put(&root, &format!("/proc/{pid}/status"), "Uid: 0 0 0 0\n");
         };
         // A user's, whose command line is never read: it could wait for ever.
         for (pid, comm) in [(21, "ebb"), (22, "python3")] {
-            let proc = dir.path().join(format!("proc/{pid}"));
-            std::fs::create_dir_all(&proc).unwrap();
-            std::fs::write(proc.join("comm"), format!("{comm}\n")).unwrap();
-            std::fs::write(proc.join("status"), "Uid: 1000 1000 1000 1000\n").unwrap();
-            let path = proc.join("cmdline");
+            put(&root, &format!("/proc/{pid}/comm"), &format!("{comm}\n"));
+            put(&root, &format!("/proc/{pid}/status"), "Uid: 1000 1000 1000 1000\n");
+            let path = root.path(format!("/proc/{pid}/cmdline"));
             let mode = rustix::fs::Mode::from_raw_mode(0o600);
             let kind = rustix::fs::FileType::Fifo;
             rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
@@ -314,16 +310,14 @@ mod tests {
 
     #[test]
     fn a_program_that_sets_what_ebb_sets_is_named_where_that_matters() {
-        let dir = tempfile::tempdir().unwrap();
+        let (_dir, root) = tree();
         for (pid, name) in [(7, "ksmtuned"), (9, "cockpit-bridge")] {
-            let proc = dir.path().join(format!("proc/{pid}"));
-            std::fs::create_dir_all(&proc).unwrap();
-            std::fs::write(proc.join("comm"), format!("{name}\n")).unwrap();
-            std::fs::write(proc.join("cmdline"), name).unwrap();
+            put(&root, &format!("/proc/{pid}/comm"), &format!("{name}\n"));
+            put(&root, &format!("/proc/{pid}/cmdline"), name);
         }
         let said = |text| -> Vec<String> {
             let config = Config::parse("f", text).unwrap();
-            let all = neighbours(&config, &Root::at(dir.path()));
+            let all = neighbours(&config, &root);
             all.into_iter().map(|c| c.found + " " + &c.advice).collect()
         };
         let (off, on) = (said(""), said("[merge]\nmode = \"on\"\n"));
@@ -333,13 +327,8 @@ mod tests {
 
     #[test]
     fn what_keeps_qemu_from_sockets_and_agent_is_named_with_what_mends_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        let write = |file: &str, text: &str| {
-            let path = root.path(file);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
+        let (_dir, root) = tree();
+        let write = |file: &str, text: &str| put(&root, file, text);
         let said = || -> Vec<String> {
             guard_checks(&root).into_iter().map(|c| c.what + ": " + &c.advice).collect()
         };
@@ -370,12 +359,9 @@ mod tests {
 
     #[test]
     fn what_khugepaged_undoes_is_said_where_it_can() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let (_dir, root) = tree();
         let write = |file: &str, text: &str| {
-            let path = root.path(format!("/sys/kernel/mm/transparent_hugepage/{file}"));
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
+            put(&root, &format!("/sys/kernel/mm/transparent_hugepage/{file}"), text);
         };
         let said = |text: &str| -> Vec<String> {
             let config = Config::parse("f", text).unwrap();

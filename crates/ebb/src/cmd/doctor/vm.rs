@@ -286,12 +286,16 @@ mod tests {
     use ebb_core::units::Bytes;
 
     use super::*;
-    use crate::cmd::doctor::tests::{ballooned, said};
+    use crate::cmd::doctor::tests::{ballooned, put, said, tree};
 
     fn worst(vm: &Vm) -> (Grade, String) {
         let checks = vm_checks(vm, None);
         let worst = checks.iter().max_by_key(|c| c.grade).unwrap();
         (worst.grade, format!("{}: {}", worst.what, worst.advice))
+    }
+
+    fn process(name: &str) -> QemuProcess {
+        QemuProcess::plain(ebb_core::sample::VmId { pid: 7, start: 9 }, name.into())
     }
 
     #[test]
@@ -322,10 +326,8 @@ mod tests {
 
     #[test]
     fn a_domain_of_libvirts_gets_the_agent_by_xml_that_can_be_pasted() {
-        let id = ebb_core::sample::VmId { pid: 7, start: 9 };
         let advice = |name: &str| -> String {
-            let process = QemuProcess::plain(id, name.into());
-            let checks = vm_checks(&ballooned(true, None), Some(&process));
+            let checks = vm_checks(&ballooned(true, None), Some(&process(name)));
             checks.into_iter().find(|c| c.what == "tier").unwrap().advice
         };
         let xml =
@@ -336,53 +338,45 @@ mod tests {
 
     #[test]
     fn a_socket_that_is_shared_is_named_with_its_manager_and_its_command() {
-        let id = ebb_core::sample::VmId { pid: 7, start: 9 };
-        let mut process = QemuProcess::plain(id, "web1".into());
-        let said = |vm: &Vm, process: &QemuProcess| -> String {
-            let line = |c: Check| format!("{}: {}: {}\n", c.what, c.found, c.advice);
-            vm_checks(vm, Some(process)).into_iter().map(line).collect()
-        };
+        let mut process = process("web1");
         let mut vm = ballooned(true, None);
-        assert!(!said(&vm, &process).contains("shared"));
+        assert!(!said(&vm, Some(&process)).contains("shared"));
         let with = Some("Ganeti".to_owned());
         vm.shared = Some(SharedSocket { with, longest_us: 1200 });
-        let text = said(&vm, &process);
+        let text = said(&vm, Some(&process));
         assert!(text.contains("shared with Ganeti") && text.contains("for 2 ms at most"), "{text}");
         assert!(text.contains("no events") && text.contains("NAME-ebb.qmp"), "{text}");
         assert!(!text.contains("qm set"), "{text}");
         process.args.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
-        let text = said(&vm, &process);
+        let text = said(&vm, Some(&process));
         assert!(!text.contains("pvestatd"), "{text}");
         assert!(text.contains("qm set 104 --args '-qmp unix:/run/104-ebb.qmp,"), "{text}");
     }
 
     #[test]
     fn doctor_names_a_balloon_that_proxmox_sets_until_it_is_deleted() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
-        let id = ebb_core::sample::VmId { pid: 7, start: 9 };
-        let mut process = QemuProcess::plain(id, "web1".into());
+        let (_dir, root) = tree();
+        let mut process = process("web1");
         let vm = ballooned(true, None);
         let said = |process: &QemuProcess| proxmox_check(&vm, Some(process), &root);
         assert!(said(&process).is_none());
         process.args.qmp = QmpAddress::Paths(vec!["/var/run/qemu-server/104.qmp".into()]);
         assert_eq!(said(&process).unwrap().grade, Grade::Note);
-        std::fs::create_dir_all(dir.path().join("etc/pve/qemu-server")).unwrap();
-        let conf = root.path("/etc/pve/qemu-server/104.conf");
-        std::fs::write(&conf, "balloon: 512\n").unwrap();
+        let conf = |text| put(&root, "/etc/pve/qemu-server/104.conf", text);
+        conf("balloon: 512\n");
         let told = said(&process).unwrap();
         assert_eq!(told.grade, Grade::Missing);
         assert!(told.advice.starts_with("qm set 104 --delete balloon (not --balloon 0"));
-        std::fs::write(&conf, "balloon: 512\nmemory: 2048\nshares: 0\n").unwrap();
+        conf("balloon: 512\nmemory: 2048\nshares: 0\n");
         assert!(said(&process).unwrap().found.contains("starts with the 512 MiB"));
-        std::fs::write(&conf, "memory: 2048\nshares: 0\n").unwrap();
+        conf("memory: 2048\nshares: 0\n");
         assert!(said(&process).is_none());
     }
 
     #[test]
     fn reporting_is_not_asked_for_where_it_would_make_the_agent_stand_aside() {
         for state in [AgentState::Ready, AgentState::Searching, AgentState::Silent] {
-            let text = said(&ballooned(false, Some(state)));
+            let text = said(&ballooned(false, Some(state)), None);
             assert!(text.contains("reporting: off: the agent takes its place"), "{text}");
             assert!(!text.contains("free-page-reporting=on"), "{text}");
         }
@@ -390,11 +384,11 @@ mod tests {
         for link in [Link::Up, Link::Unknown] {
             let mut vm = ballooned(false, Some(AgentState::Aside));
             vm.agent.iter_mut().for_each(|agent| agent.link = link.clone());
-            let aside = said(&vm);
+            let aside = said(&vm, None);
             assert!(aside.contains("stock: the agent stands aside"), "{aside}");
             assert!(aside.contains("mend that, or start the VM without the agent"), "{aside}");
         }
-        let stock = said(&ballooned(false, None));
+        let stock = said(&ballooned(false, None), None);
         assert!(stock.contains("off: start it with free-page-reporting=on"), "{stock}");
         assert!(stock.contains("and without free-page-reporting=on) and ebb.ko"), "{stock}");
     }

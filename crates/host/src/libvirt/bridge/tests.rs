@@ -17,7 +17,28 @@ fn found(id: i32) -> Vec<u8> {
     Writer::default().text("a").fixed(&[1; 16]).i32(id).done()
 }
 
-/// Long ago.
+/// The size of a balloon, KiB, and that no job is under way.
+fn size(kib: u64) -> Vec<u8> {
+    Writer::default().u32(1).u32(6).u64(kib).done()
+}
+
+fn no_job() -> Vec<u8> {
+    Writer::default().i32(0).u32(0).done()
+}
+
+/// The next call is this one; its answer.
+fn call(b: &mut Bridge, expected: calls::Procedure, answer: Result<Vec<u8>, Refused>, at: Instant) {
+    let (purpose, (procedure, _)) = b.next_call(at).unwrap();
+    assert_eq!(procedure, expected);
+    b.answered(purpose, answer, at);
+}
+
+/// One that was greeted long ago.
+fn scene() -> (Bridge, Instant) {
+    let now = Instant::now();
+    (greeted(false, now), now)
+}
+
 fn greeted(monitor: bool, now: Instant) -> Bridge {
     greeted_at(monitor, now - 2 * MOVES)
 }
@@ -46,6 +67,10 @@ fn tell(b: &mut Bridge, commands: &[Value], now: Instant) {
 
 fn ask(id: u64, command: &str) -> Value {
     json!({ "execute": command, "id": id })
+}
+
+fn order(id: u64, mib: u64) -> Value {
+    json!({ "execute": "balloon", "arguments": { "value": mib << 20 }, "id": id })
 }
 
 fn set_interval(id: u64, seconds: u64) -> Value {
@@ -80,8 +105,7 @@ fn statistics_are_asked_for_again_while_a_domain_that_is_held_up_has_a_question(
 
 #[test]
 fn questions_of_a_tick_are_answered_by_one_look_at_all_domains() {
-    let now = Instant::now();
-    let mut b = greeted(false, now);
+    let (mut b, now) = scene();
     let all = ["query-status", "query-balloon", "query-memory-size-summary"];
     tell(&mut b, &[ask(1, all[0]), ask(2, all[1])], now);
     assert!(b.bulk_at() == Some(now) && !b.has_call() && b.output.is_empty());
@@ -103,7 +127,6 @@ fn a_domain_that_ebbs_own_call_held_up_is_asked_again_at_once() {
     let start = Instant::now();
     let ms = |n| start + Duration::from_millis(n);
     let state = || Numbers::from([("state.state".to_string(), 1)]);
-    let size = || Ok(Writer::default().u32(1).u32(6).u64(512 << 10).done());
     for ended_before in [false, true] {
         let mut b = greeted_at(false, start);
         let all = [ask(1, "query-status"), ask(2, "query-balloon")];
@@ -112,11 +135,11 @@ fn a_domain_that_ebbs_own_call_held_up_is_asked_again_at_once() {
         let (purpose, (procedure, _)) = b.next_call(ms(10)).unwrap();
         assert_eq!(procedure, calls::MEMORY_STATS);
         if ended_before {
-            b.answered(purpose, size(), ms(13));
+            b.answered(purpose, Ok(size(512 << 10)), ms(13));
             b.heard_stats(ms(12), state(), ms(14));
         } else {
             b.heard_stats(ms(12), state(), ms(13));
-            b.answered(purpose, size(), ms(14));
+            b.answered(purpose, Ok(size(512 << 10)), ms(14));
         }
         assert_eq!(said(&mut b).len(), 2, "how it runs and its size");
         assert_eq!(b.bulk_at(), Some(ms(10)), "at once");
@@ -137,22 +160,16 @@ fn a_size_from_before_a_move_answers_no_question() {
     said(&mut b);
     b.heard_stats(ms(500), numbers(410 << 10), ms(502));
     assert!(b.output.is_empty());
-    let (purpose, (procedure, _)) = b.next_call(ms(502)).unwrap();
-    assert_eq!(procedure, calls::MEMORY_STATS);
-    b.answered(purpose, Ok(Writer::default().u32(1).u32(6).u64(460 << 10).done()), ms(503));
+    call(&mut b, calls::MEMORY_STATS, Ok(size(460 << 10)), ms(503));
     assert_eq!(said(&mut b), [json!({ "id": 1, "return": { "actual": 460 << 20 } })]);
 }
 
 /// libvirt held the first one for half a minute: each of the others would wait as long.
 #[test]
 fn orders_that_wait_behind_a_refused_one_are_refused_and_the_domains_job_is_asked_for() {
-    let now = Instant::now();
-    let mut b = greeted(false, now);
+    let (mut b, now) = scene();
     tell(&mut b, &[ask(1, "query-migrate")], now);
-    let (purpose, _) = b.next_call(now).unwrap();
-    let none = Writer::default().i32(0).u32(0).done();
-    b.answered(purpose, Ok(none), now);
-    let order = |id: u64, mib: u64| json!({ "execute": "balloon", "arguments": { "value": mib << 20 }, "id": id });
+    call(&mut b, calls::JOB, Ok(no_job()), now);
     tell(&mut b, &[order(2, 300), order(3, 400), set_interval(4, 2), order(5, 500)], now);
     said(&mut b);
     let (purpose, _) = b.next_call(now).unwrap();
@@ -168,17 +185,14 @@ fn orders_that_wait_behind_a_refused_one_are_refused_and_the_domains_job_is_aske
     let (purpose, _) = b.next_call(now + JOB_EVERY).unwrap();
     assert!(matches!(purpose, Purpose::Job(_)), "{purpose:?}");
     // An answer that took long is one.
-    let late = Writer::default().i32(0).u32(0).done();
-    b.answered(purpose, Ok(late), now + 3 * JOB_EVERY);
+    b.answered(purpose, Ok(no_job()), now + 3 * JOB_EVERY);
     assert_eq!(said(&mut b), [json!({ "id": 7, "return": {} })]);
 }
 
 #[test]
 fn after_an_order_its_size_is_asked_of_qemu_and_libvirts_word_is_too_old() {
-    let now = Instant::now();
-    let mut b = greeted(false, now);
-    let order = json!({ "execute": "balloon", "arguments": { "value": 300 << 20 }, "id": 7 });
-    tell(&mut b, &[order, ask(8, "query-balloon")], now);
+    let (mut b, now) = scene();
+    tell(&mut b, &[order(7, 300), ask(8, "query-balloon")], now);
     let (purpose, (procedure, arguments)) = b.next_call(now).unwrap();
     assert_eq!((&purpose, procedure), (&Purpose::Order(json!(7)), calls::SET_MEMORY));
     assert_eq!((procedure, arguments), calls::set_memory(&domain(), 300 << 10));
@@ -187,10 +201,7 @@ fn after_an_order_its_size_is_asked_of_qemu_and_libvirts_word_is_too_old() {
     // libvirt has not heard yet that the balloon moves.
     b.heard_stats(now, numbers(512 << 10), now);
     assert!(b.output.is_empty());
-    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
-    assert_eq!(procedure, calls::MEMORY_STATS);
-    let moved = Writer::default().u32(1).u32(6).u64(400 << 10).done();
-    b.answered(purpose, Ok(moved), now);
+    call(&mut b, calls::MEMORY_STATS, Ok(size(400 << 10)), now);
     assert_eq!(said(&mut b), [json!({ "id": 8, "return": { "actual": 400 << 20 } })]);
 }
 
@@ -201,16 +212,13 @@ fn the_first_size_is_asked_of_qemu() {
     tell(&mut b, &[ask(1, "query-balloon")], now);
     b.heard_stats(now, numbers(143 << 10), now);
     assert!(b.output.is_empty(), "libvirt has not heard yet that it was given back");
-    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
-    assert_eq!(procedure, calls::MEMORY_STATS);
-    b.answered(purpose, Ok(Writer::default().u32(1).u32(6).u64(512 << 10).done()), now);
+    call(&mut b, calls::MEMORY_STATS, Ok(size(512 << 10)), now);
     assert_eq!(said(&mut b), [json!({ "id": 1, "return": { "actual": 512 << 20 } })]);
 }
 
 #[test]
 fn to_ask_a_guest_on_the_spot_has_qemu_ask_it_every_second_from_then_on() {
-    let now = Instant::now();
-    let mut b = greeted(false, now);
+    let (mut b, now) = scene();
     let set = |b: &mut Bridge, commands: &[Value]| -> Option<Request> {
         tell(b, commands, now);
         let (purpose, request) = b.next_call(now)?;
@@ -223,37 +231,28 @@ fn to_ask_a_guest_on_the_spot_has_qemu_ask_it_every_second_from_then_on() {
     assert_eq!(set(&mut b, &[set_interval(3, 0), set_interval(4, 2)]), None, "it does already");
     assert_eq!(said(&mut b).len(), 5);
     tell(&mut b, &[set_interval(3, 0)], now);
-    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
-    assert_eq!(procedure, calls::SET_PERIOD, "as it was before Ebb");
-    b.answered(purpose, Ok(Vec::new()), now);
+    // As it was before Ebb.
+    call(&mut b, calls::SET_PERIOD, Ok(Vec::new()), now);
     assert_eq!(said(&mut b), [json!({ "id": 3, "return": {} })]);
 }
 
 #[test]
 fn after_memory_was_plugged_no_size_is_answered_before_the_new_description() {
-    let now = Instant::now();
-    let mut b = greeted(false, now);
+    let (mut b, now) = scene();
     b.heard_stats(now, numbers(400 << 10), now);
-    let plugged = |b: &mut Bridge| {
-        let now = now + Duration::from_secs(1);
-        tell(b, &[ask(1, "query-balloon"), ask(2, "query-memory-size-summary")], now);
-        let maximum = ("balloon.maximum".to_string(), 2048);
-        b.heard_stats(now, numbers(400 << 10).into_iter().chain([maximum]).collect(), now);
-        assert!(b.output.is_empty() && b.has_call());
-        let (purpose, (procedure, _)) = b.next_call(now).unwrap();
-        assert_eq!(procedure, calls::DESCRIBE);
-        purpose
-    };
-    let purpose = plugged(&mut b);
-    b.answered(purpose, Ok(Writer::default().text(XML).done()), now);
+    let later = now + Duration::from_secs(1);
+    tell(&mut b, &[ask(1, "query-balloon"), ask(2, "query-memory-size-summary")], later);
+    let maximum = ("balloon.maximum".to_string(), 2048);
+    b.heard_stats(later, numbers(400 << 10).into_iter().chain([maximum]).collect(), later);
+    assert!(b.output.is_empty() && b.has_call());
+    call(&mut b, calls::DESCRIBE, Ok(Writer::default().text(XML).done()), later);
     assert_eq!(said(&mut b)[0]["return"], json!({ "actual": 400 << 20 }));
 }
 
 /// libvirt's figures are those of libvirt 9.0, in KiB.
 #[test]
 fn virtio_mem_is_told_apart_from_what_the_balloon_holds() {
-    let now = Instant::now();
-    let mut b = greeted(false, now);
+    let (mut b, now) = scene();
     let asked = [ask(1, "query-balloon"), ask(2, "query-memory-size-summary")];
     let stats = |current, maximum| {
         let all = [("balloon.current".to_string(), current), (MAXIMUM.to_string(), maximum)];
@@ -276,7 +275,7 @@ fn virtio_mem_is_told_apart_from_what_the_balloon_holds() {
                     Writer::default().text(&XML.replace("<devices>", &device)).done()
                 }
                 // What QEMU says is the balloon's alone.
-                calls::MEMORY_STATS => Writer::default().u32(1).u32(6).u64(400 << 10).done(),
+                calls::MEMORY_STATS => size(400 << 10),
                 other => panic!("{other:?}"),
             };
             b.answered(purpose, Ok(answer), at);
@@ -301,34 +300,29 @@ fn the_interval_is_looked_up_anew_each_time() {
     let mut b = greeted(false, now - Duration::from_secs(1));
     let get = json!({ "path": "/x", "property": INTERVAL });
     tell(&mut b, &[json!({ "execute": "qom-get", "arguments": get, "id": 1 })], now);
-    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
-    assert_eq!(procedure, calls::DESCRIBE, "another program may have set it");
+    // Another program may have set it.
     let xml = XML.replace("period='2'", "period='10'");
-    b.answered(purpose, Ok(Writer::default().text(&xml).done()), now);
+    call(&mut b, calls::DESCRIBE, Ok(Writer::default().text(&xml).done()), now);
     assert_eq!(said(&mut b), [json!({ "id": 1, "return": 10 })]);
 }
 
 #[test]
 fn only_a_domain_that_is_tainted_has_qemu_asked_through_libvirt() {
-    let now = Instant::now();
+    let (mut b, now) = scene();
     let command = ask(1, "query-named-block-nodes");
-    let mut b = greeted(false, now);
     tell(&mut b, std::slice::from_ref(&command), now);
     assert!(said(&mut b)[0]["error"]["desc"].as_str().unwrap().contains("not asked this"));
     assert!(!b.has_call());
     let mut b = greeted(true, now);
     tell(&mut b, &[command], now);
-    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
-    assert_eq!(procedure, calls::MONITOR);
     let answer = Writer::default().text("{\"return\":[5],\"id\":\"libvirt-9\"}").done();
-    b.answered(purpose, Ok(answer), now);
+    call(&mut b, calls::MONITOR, Ok(answer), now);
     assert_eq!(said(&mut b), [json!({ "id": 1, "return": [5] })]);
 }
 
 #[test]
 fn a_domain_that_stops_or_starts_anew_is_left() {
-    let now = Instant::now();
-    let mut b = greeted(false, now);
+    let (mut b, now) = scene();
     let other = Domain { uuid: [2; 16], ..domain() };
     b.event(&other, Event::Lifecycle(5), now);
     assert_eq!(b.over.as_deref(), None);
@@ -337,27 +331,22 @@ fn a_domain_that_stops_or_starts_anew_is_left() {
     b.event(&Domain { id: -1, ..domain() }, Event::Lifecycle(5), now);
     assert_eq!(b.over.as_deref(), Some("the domain has stopped"));
     let mut b = Bridge::new("a".into(), false);
-    let (purpose, _) = b.next_call(now).unwrap();
-    b.answered(purpose, Ok(found(-1)), now);
+    call(&mut b, calls::LOOK_UP, Ok(found(-1)), now);
     assert!(b.over.as_deref().unwrap().contains("does not run"));
 }
 
 #[test]
 fn a_refused_call_is_an_error_to_its_question_alone() {
-    let now = Instant::now();
-    let mut b = greeted(false, now);
+    let (mut b, now) = scene();
     tell(&mut b, &[ask(1, "query-migrate"), ask(2, "query-status")], now);
-    let (purpose, (procedure, _)) = b.next_call(now).unwrap();
-    assert_eq!(procedure, calls::JOB);
-    b.answered(purpose, Err(Refused { code: 68, message: "busy".into() }), now);
+    call(&mut b, calls::JOB, Err(Refused { code: 68, message: "busy".into() }), now);
     assert_eq!(said(&mut b)[0]["error"]["desc"], "busy");
     assert_eq!((b.over.as_deref(), b.bulk_at()), (None, Some(now)));
 }
 
 #[test]
 fn what_libvirt_says_without_qemu_is_no_size() {
-    let now = Instant::now();
-    let mut b = greeted(false, now);
+    let (mut b, now) = scene();
     tell(&mut b, &[ask(1, "query-status"), ask(2, "query-balloon"), ask(3, "query-migrate")], now);
     let mut busy = numbers(512);
     busy.remove("balloon.rss");
@@ -372,10 +361,9 @@ fn what_libvirt_says_without_qemu_is_no_size() {
 
 #[test]
 fn what_a_guest_does_not_tell_any_more_is_forgotten() {
-    let now = Instant::now();
+    let (mut b, now) = scene();
     let stats = json!({ "path": "/x", "property": STATS });
     let question = |id| json!({ "execute": "qom-get", "arguments": stats, "id": id });
-    let mut b = greeted(false, now);
     tell(&mut b, &[question(1)], now);
     let mut told = numbers(512);
     told.insert("balloon.usable".into(), 100);
@@ -392,18 +380,15 @@ fn what_a_guest_does_not_tell_any_more_is_forgotten() {
 
 #[test]
 fn a_domain_that_is_saved_takes_no_order_and_one_that_is_backed_up_does() {
-    let now = Instant::now();
-    let order = json!({ "execute": "balloon", "arguments": { "value": 1 << 20 }, "id": 2 });
     // `VIR_DOMAIN_JOB_OPERATION_SAVE`, `_BACKUP`.
     for (operation, takes) in [(2, false), (9, true)] {
-        let mut b = greeted(false, now);
+        let (mut b, now) = scene();
         tell(&mut b, &[ask(1, "query-migrate")], now);
-        let (purpose, _) = b.next_call(now).unwrap();
         let job = Writer::default().i32(2).u32(1).text("operation").u32(1).i32(operation);
-        b.answered(purpose, Ok(job.done()), now);
+        call(&mut b, calls::JOB, Ok(job.done()), now);
         let status = said(&mut b)[0]["return"]["status"].clone();
         assert_eq!(status, if takes { Value::Null } else { json!("active") });
-        tell(&mut b, std::slice::from_ref(&order), now);
+        tell(&mut b, &[order(2, 1)], now);
         let refused = said(&mut b);
         let why = refused.first().and_then(|said| said["error"]["desc"].as_str());
         assert_eq!(why.is_some_and(|why| why.contains("saves, migrates")), !takes);

@@ -1,16 +1,28 @@
 //! The thread, with sockets for libvirts.
 
-use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::symlink;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 
 use super::super::xdr::Writer;
 use super::super::{inode, open_inside};
 use super::*;
+use crate::testing::{socket, tree, within_a_minute};
+
+fn address(socket: PathBuf, domain: &str) -> Address {
+    let (key, domain) = (socket.clone(), domain.to_owned());
+    Address { socket, key, uri: "qemu:///system", domain, ..Address::default() }
+}
+
+/// The thread, and how it is asked and woken.
+fn worker() -> (Sender<WorkerRequest>, Waker, JoinHandle<()>) {
+    let ((requests, asked), waker) = (channel(), Waker::new().unwrap());
+    let woken = waker.clone();
+    (requests, waker, std::thread::spawn(move || work(&asked, &woken)))
+}
 
 /// A client's end of its socket to the thread; a read waits `patience` at most.
 fn attached(
@@ -32,47 +44,28 @@ fn attached(
 /// process gets its number.
 #[test]
 fn a_libvirt_in_a_container_is_reached_by_who_is_there_and_by_no_number_of_before() {
-    let dir = tempfile::tempdir().unwrap();
-    let at = |path: &str| dir.path().join(path);
+    let tree = tree(&[]);
     let me = std::process::id().to_string();
     for process in ["10", "11", me.as_str()] {
-        fs::create_dir_all(at(process).join("ns")).unwrap();
-        symlink("pid:[2]", at(process).join("ns/pid")).unwrap();
+        tree.link("pid:[2]", format!("/{process}/ns/pid"));
     }
-    let [its, others] = ["its", "others"].map(|pod| {
-        fs::create_dir(at(pod)).unwrap();
-        let listener = UnixListener::bind(at(pod).join("libvirt-sock")).unwrap();
-        listener.set_nonblocking(true).unwrap();
-        listener
-    });
-    symlink(at("others"), at("10/root")).unwrap();
-    symlink(at("its"), at("11/root")).unwrap();
-    let key = inode(&open_inside(&at("its"), Path::new("libvirt-sock")).unwrap()).unwrap();
-    let address = |process: &str| Address {
-        socket: at(process).join("root/libvirt-sock"),
-        key: key.clone(),
-        uri: "qemu:///system",
-        domain: "a".into(),
-        owner: None,
-        container: Some(at(process).join("root")),
+    let [its, others] = ["its", "others"].map(|pod| tree.listen(format!("/{pod}/libvirt-sock")));
+    [&its, &others].iter().for_each(|listener| listener.set_nonblocking(true).unwrap());
+    tree.link(tree.path("/others"), "/10/root");
+    tree.link(tree.path("/its"), "/11/root");
+    let key = open_inside(&tree.path("/its"), Path::new("libvirt-sock"));
+    let key = inode(&key.unwrap()).unwrap();
+    let (requests, waker, thread) = worker();
+    let attach = |process: &str| {
+        let container = tree.path(format!("/{process}/root"));
+        let plain = address(container.join("libvirt-sock"), "a");
+        let address = Address { key: key.clone(), container: Some(container), ..plain };
+        attached(&requests, &waker, address, Duration::from_secs(10))
     };
-    let (requests, asked) = channel();
-    let waker = Waker::new().unwrap();
-    let woken = waker.clone();
-    let thread = std::thread::spawn(move || work(&asked, &woken));
-    let attach =
-        |process: &str| attached(&requests, &waker, address(process), Duration::from_secs(10));
     let mut ours = attach("10");
     assert_eq!(ours.read(&mut [0]).unwrap(), 0, "it is turned away");
     let _ours = attach("11");
-    let until = Instant::now() + Duration::from_secs(10);
-    let accepted = loop {
-        match its.accept() {
-            Ok(there) => break there,
-            Err(_) => assert!(Instant::now() < until, "its libvirt is not asked"),
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    };
+    let accepted = within_a_minute(|| its.accept().ok());
     assert!(others.accept().is_err(), "another's libvirt is not spoken to");
     drop((accepted, requests));
     waker.wake();
@@ -125,9 +118,7 @@ fn contains(bytes: &[u8], word: &str) -> bool {
 
 #[test]
 fn a_domain_that_libvirt_has_locked_holds_no_other_up_and_few_calls_hang() {
-    let dir = tempfile::tempdir().unwrap();
-    let socket = dir.path().join("libvirt-sock");
-    let listener = UnixListener::bind(&socket).unwrap();
+    let (_dir, listener, socket) = socket();
     let locked = Locked::default();
     let theirs = Arc::clone(&locked);
     std::thread::spawn(move || {
@@ -136,19 +127,9 @@ fn a_domain_that_libvirt_has_locked_holds_no_other_up_and_few_calls_hang() {
             std::thread::spawn(move || serve(stream.unwrap(), &its));
         }
     });
-    let (requests, asked) = channel();
-    let waker = Waker::new().unwrap();
-    let woken = waker.clone();
-    let thread = std::thread::spawn(move || work(&asked, &woken));
+    let (requests, waker, thread) = worker();
     let attach = |domain: &str| {
-        let address = Address {
-            socket: socket.clone(),
-            key: socket.clone(),
-            uri: "qemu:///system",
-            domain: domain.into(),
-            owner: None,
-            container: None,
-        };
+        let address = address(socket.clone(), domain);
         BufReader::new(attached(&requests, &waker, address, 4 * BULK_PATIENCE))
     };
     let line = |client: &mut BufReader<UnixStream>| {
@@ -191,14 +172,7 @@ fn a_domain_that_libvirt_has_locked_holds_no_other_up_and_few_calls_hang() {
 
 #[test]
 fn a_daemon_is_left_when_it_has_had_no_domain_for_long() {
-    let address = Address {
-        socket: "/nonexistent".into(),
-        key: "/nonexistent".into(),
-        uri: "qemu:///system",
-        domain: "a".into(),
-        owner: Some(0),
-        container: None,
-    };
+    let address = Address { owner: Some(0), ..address("/nonexistent".into(), "a") };
     let mut daemon = Daemon { address, ..Daemon::default() };
     let now = Instant::now();
     assert!(!daemon.count_idle(now));

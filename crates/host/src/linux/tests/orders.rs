@@ -1,20 +1,17 @@
 //! Orders to recycle, to an agent and a QEMU that a test plays.
 
-use std::io::{BufRead, BufReader, Write};
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use ebb_core::config::{AgentUse, SocketUse};
 use ebb_core::plan::{Plan, RecycleOrder};
-use ebb_core::wire::{
-    AgentState, Answer, Command, Hello, PROTOCOL, Recycle, Recycled, Reply, ReplyResult, Request,
-    Status,
-};
+use ebb_core::wire::{AgentState, Answer, Command, Recycle, Recycled, Status};
 use serde_json::{Value, json};
 
 use super::*;
 use crate::agent_link::AgentLink;
 use crate::probe::qemu::{QemuArgs, QemuProcess, QmpAddress};
+use crate::testing::{Tree, agent, qmp};
 use crate::vm::{Access, Vm};
 
 const TREE: &str = "FlatView #0
@@ -39,19 +36,11 @@ struct State {
 
 type Shared = Arc<Mutex<State>>;
 
-fn qemu(listener: UnixListener, shared: Shared) {
-    for mut stream in listener.incoming().map_while(Result::ok) {
-        let _ = stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n");
-        for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
-            let asked: Value = serde_json::from_str(&line).unwrap();
-            while shared.lock().unwrap().hangs {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            let said = says(&asked, &line, &shared);
-            let answer = json!({ "return": said, "id": asked["id"] }).to_string() + "\n";
-            let _ = stream.write_all(answer.as_bytes());
-        }
-    }
+fn qemu(stream: UnixStream, shared: &Shared) {
+    qmp(stream, |asked, line| {
+        eventually(|| !shared.lock().unwrap().hangs);
+        Some(Ok(says(asked, line, shared)))
+    });
 }
 
 fn says(asked: &Value, line: &str, shared: &Shared) -> Value {
@@ -87,62 +76,40 @@ fn says(asked: &Value, line: &str, shared: &Shared) -> Value {
     }
 }
 
-fn agent(listener: UnixListener, shared: Shared) {
-    for mut stream in listener.incoming().map_while(Result::ok) {
-        for line in BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok) {
-            let request = Request::parse(line.as_bytes()).unwrap();
-            let tell = |what| shared.lock().unwrap().told.push(what);
-            let answer = match request.command {
-                Command::Hello => Answer::Hello(Hello {
-                    protocol: PROTOCOL,
-                    version: "0".into(),
-                    pid: std::process::id(),
-                    kernel: Default::default(),
-                    advises: false,
-                    hashes: false,
-                    wants_descriptor: false,
-                }),
-                Command::Status { .. } => {
-                    Answer::Status(Status { state: AgentState::Ready, ..Status::default() })
-                }
-                Command::Recycle(_) => {
-                    tell("recycle");
-                    Answer::Recycled(Recycled::default())
-                }
-                Command::Attach(_) => {
-                    tell("attach");
-                    Answer::Done
-                }
-                Command::StandDown => {
-                    tell("stand down");
-                    Answer::Done
-                }
-                _ => Answer::Done,
-            };
-            let reply = Reply { id: request.id, result: ReplyResult::Ok(answer) };
-            let _ = stream.write_all(&reply.line());
+fn ready(stream: UnixStream, shared: &Shared) {
+    let tell = |what| shared.lock().unwrap().told.push(what);
+    let status = Status { state: AgentState::Ready, ..Status::default() };
+    agent(&stream, false, |command, _| {
+        match command {
+            Command::Status { .. } => return Some(Answer::Status(status.clone())),
+            Command::Recycle(_) => {
+                tell("recycle");
+                return Some(Answer::Recycled(Recycled::default()));
+            }
+            Command::Attach(_) => tell("attach"),
+            Command::StandDown => tell("stand down"),
+            _ => {}
         }
-    }
+        Some(Answer::Done)
+    });
 }
 
 struct Scene {
     host: LinuxHost,
     vm: VmId,
     shared: Shared,
-    _dir: tempfile::TempDir,
+    _tree: Tree,
 }
 
 /// A VM whose agent is ready, in a tick in which QEMU was not asked what can write to its memory.
 fn scene() -> Scene {
-    let dir = tempfile::tempdir().unwrap();
-    let (shared, path) = (Shared::default(), |name: &str| dir.path().join(name));
-    let serve = |name: &str, peer: fn(UnixListener, Shared)| -> PathBuf {
-        let listener = UnixListener::bind(path(name)).unwrap();
-        let theirs = Arc::clone(&shared);
-        std::thread::spawn(move || peer(listener, theirs));
-        path(name)
+    let (tree, shared) = (tree(&[]), Shared::default());
+    let serve = |path: &str, peer: fn(UnixStream, &Shared)| {
+        let (listener, theirs) = (tree.listen(path), Arc::clone(&shared));
+        std::thread::spawn(move || listener.incoming().for_each(|s| peer(s.unwrap(), &theirs)));
+        tree.path(path)
     };
-    let (qmp, socket) = (serve("qmp", qemu), serve("agent", agent));
+    let (qmp, socket) = (serve("qmp", qemu), serve("agent", ready));
     let vm = VmId { pid: std::process::id(), start: 7 };
     let args =
         QemuArgs { qmp: QmpAddress::Paths(vec![qmp]), agent: Some(socket), ..QemuArgs::default() };
@@ -154,17 +121,16 @@ fn scene() -> Scene {
         agent_then: AgentUse::On,
         ..Access::default()
     };
-    let mut host = host(dir.path(), Options { deadline: LONG, ..Options::default() });
+    let mut host = host(&tree, Options { deadline: LONG, ..Options::default() });
     host.vms.insert(vm, Vm::new(process, 1, access));
-    let mut scene = Scene { host, vm, shared, _dir: dir };
-    let until = Instant::now() + LONG;
-    while scene.link().sample().state != AgentState::Ready || scene.told().is_empty() {
-        assert!(Instant::now() < until, "{:?}", scene.link().sample());
+    let mut scene = Scene { host, vm, shared, _tree: tree };
+    eventually(|| {
         scene.tick();
-    }
+        scene.link().sample().state == AgentState::Ready && !scene.it().told.is_empty()
+    });
     let mut asked = 0;
-    while asked != scene.asked() {
-        asked = scene.asked();
+    while asked != scene.it().asked {
+        asked = scene.it().asked;
         scene.tick();
     }
     scene
@@ -175,16 +141,8 @@ impl Scene {
         self.host.vms[&self.vm].agent.as_ref().unwrap()
     }
 
-    fn asked(&self) -> usize {
-        self.shared.lock().unwrap().asked
-    }
-
-    fn told(&self) -> Vec<&'static str> {
-        self.shared.lock().unwrap().told.clone()
-    }
-
-    fn hangs(&self, hangs: bool) {
-        self.shared.lock().unwrap().hangs = hangs;
+    fn it(&self) -> MutexGuard<'_, State> {
+        self.shared.lock().unwrap()
     }
 
     fn tick(&mut self) {
@@ -205,8 +163,8 @@ impl Scene {
 
     fn is_told(&mut self, all: &[&str]) {
         let until = Instant::now() + LONG;
-        while self.told() != all {
-            assert!(Instant::now() < until, "{:?}, not {all:?}", self.told());
+        while self.it().told != all {
+            assert!(Instant::now() < until, "{:?}, not {all:?}", self.it().told);
             self.tick();
         }
     }
@@ -215,9 +173,9 @@ impl Scene {
 #[test]
 fn qemu_is_asked_what_can_write_to_memory_right_before_an_agent_gives_some_back() {
     let mut scene = scene();
-    let before = scene.asked();
+    let before = scene.it().asked;
     scene.order();
-    assert_eq!(scene.asked(), before + 1);
+    assert_eq!(scene.it().asked, before + 1);
     assert!(!scene.link().order_waits(), "it is sent in the same tick");
     scene.is_told(&["attach", "recycle"]);
 }
@@ -226,14 +184,14 @@ fn qemu_is_asked_what_can_write_to_memory_right_before_an_agent_gives_some_back(
 fn an_order_waits_for_a_qemu_that_does_not_answer_and_no_tick_waits_for_that() {
     let mut scene = scene();
     scene.host.options.deadline = Duration::from_millis(20);
-    scene.hangs(true);
+    scene.it().hangs = true;
     let begun = Instant::now();
     scene.order();
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
     assert!(scene.link().order_waits() && scene.link().sample().busy);
     scene.tick();
-    assert_eq!(scene.told(), ["attach"], "it has not said what can write to it");
-    scene.hangs(false);
+    assert_eq!(scene.it().told, ["attach"], "it has not said what can write to it");
+    scene.it().hangs = false;
     scene.host.options.deadline = LONG;
     scene.is_told(&["attach", "recycle"]);
 }
@@ -241,9 +199,9 @@ fn an_order_waits_for_a_qemu_that_does_not_answer_and_no_tick_waits_for_that() {
 #[test]
 fn an_agent_gives_nothing_back_where_a_device_has_come_since_qemu_was_asked() {
     let mut scene = scene();
-    scene.shared.lock().unwrap().device = Some("vhost-user-blk-pci");
+    scene.it().device = Some("vhost-user-blk-pci");
     scene.order();
     assert!(!scene.link().order_waits());
-    scene.shared.lock().unwrap().device = None;
+    scene.it().device = None;
     scene.is_told(&["attach", "stand down", "attach"]);
 }

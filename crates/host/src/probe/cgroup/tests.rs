@@ -1,17 +1,8 @@
 //! Memory cgroups of fixture trees, and this machine's.
 
 use super::*;
+use crate::testing::tree;
 use std::fs;
-
-/// A fixture tree: paths and contents.
-fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, Root) {
-    let dir = tempfile::tempdir().unwrap();
-    let root = Root::at(dir.path());
-    for (path, text) in files {
-        root.put(path, text);
-    }
-    (dir, root)
-}
 
 const HYBRID: &str = "31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755\n\
     35 31 0:32 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n\
@@ -33,7 +24,7 @@ fn pool_of(root: &Root, h: &Hierarchy, list: &[&str]) -> Option<String> {
 #[test]
 fn v1_counts_in_a_hybrid_and_its_pool_is_read() {
     let m = "/sys/fs/cgroup/memory";
-    let (_dir, root) = tree(&[
+    let root = tree(&[
         ("/proc/self/mountinfo", HYBRID),
         ("/proc/7/cgroup", "4:cpu,memory:/vms/a:b\n1:name=systemd:/\n0::/other\n"),
         (&format!("{m}/memory.limit_in_bytes"), NONE_V1),
@@ -71,7 +62,7 @@ fn v1_counts_in_a_hybrid_and_its_pool_is_read() {
 #[test]
 fn v2_takes_the_tightest_limit_on_the_way_up() {
     let s = "/sys/fs/cgroup/machine.slice";
-    let (_dir, root) = tree(&[
+    let root = tree(&[
         ("/proc/self/mountinfo", V2),
         ("/sys/fs/cgroup/cgroup.controllers", "cpu memory pids\n"),
         (&format!("{s}/memory.max"), "2000\n"),
@@ -141,7 +132,7 @@ fn the_limit_is_where_a_cgroup_is_throttled_or_where_it_is_killed() {
         [("/m/a/memory.max", "900\n"), ("/m/a/memory.high", "700\n"), ("/m/b/memory.high", "5\n")];
     let more = [("/m/b/memory.max", "max\n"), ("/m/c/memory.max", "8\n")];
     let high = [("/m/c/memory.high", "max\n"), ("/m/d/memory.max", "max\n")];
-    let (_dir, root) = tree(&[&files[..], &more[..], &high[..]].concat());
+    let root = tree(&[&files[..], &more[..], &high[..]].concat());
     let h = Hierarchy { version: Version::V2, point: "/m".into(), root: "/".into() };
     let of = |cgroup| read_limit(&root, &h, cgroup).unwrap().map(|b| b.0);
     assert_eq!(["/a", "/b", "/c", "/d", "/e"].map(of), [Some(700), Some(5), Some(8), None, None]);
@@ -149,7 +140,7 @@ fn the_limit_is_where_a_cgroup_is_throttled_or_where_it_is_killed() {
 
 #[test]
 fn swap_left_is_the_least_of_the_pool_and_of_all_above_it() {
-    let (_dir, root) = tree(&[
+    let root = tree(&[
         ("/m/s/memory.swap.max", "1000\n"),
         ("/m/s/memory.swap.current", "400\n"),
         ("/m/s/p/memory.swap.max", "max\n"),
@@ -181,7 +172,7 @@ fn v1_limits_memory_and_swap_together() {
     ];
     let files = files.concat();
     let files: Vec<(&str, &str)> = files.iter().map(|(p, t)| (&p[..], &t[..])).collect();
-    let (_dir, root) = tree(&files);
+    let root = tree(&files);
     let h = Hierarchy { version: Version::V1, point: "/m".into(), root: "/".into() };
     let of = |cgroup| read_swap_left(&root, &h, cgroup).unwrap().map(|b| b.0);
     assert_eq!(of("/a"), Some(300), "400 more of both, 100 of them memory");
@@ -197,7 +188,7 @@ fn names_that_only_begin_alike_are_not_ancestors() {
 
 #[test]
 fn v2_without_the_memory_controller_is_none() {
-    let (_dir, root) =
+    let root =
         tree(&[("/proc/self/mountinfo", V2), ("/sys/fs/cgroup/cgroup.controllers", "cpu pids\n")]);
     assert_eq!(read_hierarchy(&root).unwrap(), None);
 }
@@ -213,7 +204,7 @@ fn a_mounted_part_shows_only_what_is_below_it() {
 
 #[test]
 fn a_limit_that_is_no_number_is_an_error_with_its_path() {
-    let (_dir, root) = tree(&[("/m/memory.max", "lots\n")]);
+    let root = tree(&[("/m/memory.max", "lots\n")]);
     let h = Hierarchy { version: Version::V2, point: "/m".into(), root: "/".into() };
     let error = read_limit(&root, &h, "/").unwrap_err().to_string();
     assert!(error.contains("/m/memory.max: line 1: “lots” is not a number"), "{error}");

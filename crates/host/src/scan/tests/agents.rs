@@ -53,22 +53,28 @@ fn answer(pid: u32, ask: &HashRequest) -> HashReply {
     told
 }
 
+/// The first two have agents; the second one's gives so many answers.
+fn with_agents(all: &[Target], answers: u64) -> (Scanner, Arc<HashLink>) {
+    let [first, second] =
+        [(0, u64::MAX), (1, answers)].map(|(n, most)| agent(&all[n], most, |_| ()).0);
+    let mut scanner = scanner();
+    scanner.use_agents([(all[0].id, first), (all[1].id, second.clone())].into());
+    (scanner, second)
+}
+
 #[test]
 fn agents_find_what_is_there_and_where_one_fails_its_vm_is_read_from_outside() {
     let holders = [Holder::start(0, "a"), Holder::start(1, "a")];
     let all = targets(&holders);
     // The second hangs up after its first answer, in the middle of its VM.
     for answers in [u64::MAX, 1, 0] {
-        let links = [agent(&all[0], u64::MAX, |_| ()), agent(&all[1], answers, |_| ())];
-        let mut scanner = scanner();
-        scanner
-            .use_agents(all.iter().map(|t| t.id).zip(links.iter().map(|l| l.0.clone())).collect());
+        let (mut scanner, second) = with_agents(&all, answers);
         let scan = scanner.scan(&all, &Options { changes: Changes::Note, ..Options::default() });
         assert_eq!(found(&scan.split), truth(&[(0, "a"), (1, "a")]), "{answers}");
         assert!(scan.vms.iter().all(|v| v.pages.read == PAGES && v.pages.held == PAGES));
         // It may have been asked once only.
         if answers != 1 {
-            assert_eq!(links[1].0.failure().is_some(), answers == 0);
+            assert_eq!(second.failure().is_some(), answers == 0);
             let by = if answers == 0 { 1 } else { 2 };
             assert_eq!(scan.by_agents, Bytes::pages(by * (PAGES - 64)));
         }
@@ -87,10 +93,7 @@ fn lines_first_finds_the_same_and_reads_little_of_what_is_alone() {
     let holders = [Holder::start(0, "a"), Holder::start(1, "a"), Holder::start(2, "b")];
     let all = targets(&holders);
     for answers in [u64::MAX, 3, 1, 0] {
-        let links = [agent(&all[0], u64::MAX, |_| ()), agent(&all[1], answers, |_| ())];
-        let mut scanner = scanner();
-        let agents = all.iter().map(|t| t.id).zip(links.iter().map(|l| l.0.clone()));
-        scanner.use_agents(agents.collect());
+        let (mut scanner, _) = with_agents(&all, answers);
         let (filter, changes) = (true, Changes::Note);
         let scan = scanner.scan(&all, &Options { filter, changes, ..Options::default() });
         assert!(scan.vms.iter().all(|v| v.pages.read == PAGES && v.pages.held == PAGES));

@@ -59,25 +59,6 @@ fn vm_an_agent_stood_down_or_left_in_the_middle_loses_nothing() {
     }
 }
 
-#[test]
-fn vm_a_daemon_that_goes_leaves_nothing_behind() {
-    let _arena = held();
-    let guest = Guest::boot(Kernel::V6_1, |_| ());
-    guest.insmod();
-    for _ in 0..3 {
-        let mut agent = attached(&guest.vm, &guest.socket);
-        agent.wait_ready(MINUTE).unwrap();
-        agent.recycle(Recycle::default(), SOON).unwrap();
-        let mut second = Agent::connect(&guest.socket).unwrap();
-        assert!(second.hello(SOON).is_err());
-        // Gone without a word; the next one begins anew.
-        drop((agent, second));
-        let next = || Agent::connect(&guest.socket).ok()?.status(false, SOON).ok();
-        assert_eq!(poll(SOON, next).map(|status| status.state), Some(AgentState::Idle));
-    }
-    guest.vm.request("ping", SOON).unwrap();
-}
-
 /// Has a daemon ask for all memory, again and again, until the end of a test.
 fn asking(daemon: Daemon) -> Background<Daemon> {
     Background::start(move |quit| {

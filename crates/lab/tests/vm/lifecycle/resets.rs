@@ -227,7 +227,7 @@ fn vm_resets_of_uefi_guests_during_recycling_lose_nothing() {
     std::thread::scope(|scope| {
         for kernel in kernels {
             scope.spawn(move || {
-                storm(kernel, Backing::Anonymous, (Firmware::Edk2, false), set.unwrap_or(3), 1);
+                storm(kernel, Backing::Anonymous, (Firmware::Edk2, false), set.unwrap_or(2), 1);
             });
         }
     });

@@ -1,7 +1,6 @@
 //! Who is given memory, how much and when: in distress, before it asks, back on a clear host.
 
 use super::*;
-use crate::state::GuestRates;
 
 #[test]
 fn a_reset_brings_what_headroom_allows_and_often_nothing_more() {
@@ -9,8 +8,7 @@ fn a_reset_brings_what_headroom_allows_and_often_nothing_more() {
         let vm = VmModel { standing: Standing::GiveOnly("rebooted".into()), ..vm(1, 400, 300) };
         let (reboot, reset_at) = (Some(Reboot::default()), Some(NOW));
         let m = VmMemory { reboot, resets, reset_at, ..remembered(1) };
-        let host = limited(host(Pressure::Soft, 500, 0), headroom, 200);
-        size(&decide(host, vec![vm], vec![m])[0])
+        sized(limited(host(Pressure::Soft, 500, 0), headroom, 200), vm, m)
     };
     assert_eq!(ask(2000, 1), Some(1024));
     assert_eq!(ask(350, 1), Some(400 + 300), "down to the mark of critical");
@@ -24,19 +22,18 @@ fn what_others_ordered_is_not_given_back_by_a_clear_host() {
     let theirs = VmModel { whole: Bytes::mib(700), owed: Bytes::ZERO, ..vm(1, 700, 500) };
     let v = decide(host(Pressure::Clear, 0, 1000), vec![theirs.clone()], vec![]);
     assert_eq!(v[0], Verdict::Hold("host is clear, nothing is owed to it".into()));
-    let mut short = VmModel { distress: "short".into(), ..theirs };
-    short.guest.as_mut().unwrap().available = Bytes::mib(10);
-    let v = decide(limited(host(Pressure::Clear, 0, 0), 4000, 100), vec![short], vec![]);
-    assert!(size(&v[0]) >= Some(764), "what it needs it is given: {v:?}");
+    let theirs = VmModel { distress: "short".into(), ..theirs };
+    let theirs = says(theirs, |g| g.available = Bytes::mib(10));
+    let to = sized(limited(host(Pressure::Clear, 0, 0), 4000, 100), theirs, remembered(1));
+    assert!(to >= Some(764), "what it needs it is given: {to:?}");
 }
 
 #[test]
 fn a_ceiling_holds_for_a_guest_in_distress_too() {
-    let mut short = VmModel { distress: "short".into(), ..vm(1, 500, 10) };
-    short.guest.as_mut().unwrap().need = Bytes::mib(900);
     let ask = |ceiling| {
-        let one = VmModel { ceiling: Bytes::mib(ceiling), ..short.clone() };
-        size(&decide(limited(host(Pressure::Clear, 0, 0), 4000, 100), vec![one], vec![])[0])
+        let one = says(short(1, 500, 10), |g| g.need = Bytes::mib(900));
+        let one = VmModel { ceiling: Bytes::mib(ceiling), ..one };
+        sized(limited(host(Pressure::Clear, 0, 0), 4000, 100), one, remembered(1))
     };
     assert_eq!((ask(600), ask(500)), (Some(600), None));
     assert!(ask(1024) > Some(900));
@@ -45,30 +42,23 @@ fn a_ceiling_holds_for_a_guest_in_distress_too() {
 #[test]
 fn what_keeps_a_guest_from_harm_is_given_whatever_the_hosts_state() {
     for state in [Pressure::Clear, Pressure::Soft, Pressure::Hard, Pressure::Critical] {
-        let mut poor = vm(1, 400, 20);
-        poor.distress = "20 MiB available".into();
-        let v = decide(host(state, 2048, 0), vec![poor, vm(2, 1024, 900)], vec![]);
+        let v = decide(host(state, 2048, 0), vec![short(1, 400, 20), vm(2, 1024, 900)], vec![]);
         assert!(size(&v[0]) >= Some(464), "{state}: {v:?}");
         assert!(matches!(&v[0], Verdict::Set { reason: Reason::GuestShort { .. }, .. }));
     }
     let given = |again: bool| {
-        let mut poor = vm(1, 400, 20);
-        poor.distress = "still".into();
-        let last_give = again.then_some(Stamp(NOW.0 - 1000));
+        let last_give = ago(1000).filter(|_| again);
         let m = VmMemory { last_give, ..remembered(1) };
-        size(&decide(host(Pressure::Clear, 0, 4000), vec![poor], vec![m])[0]).unwrap()
+        sized(host(Pressure::Clear, 0, 4000), short(1, 400, 20), m).unwrap()
     };
     assert!(given(true) >= 380 + 160 && given(true) >= given(false), "short again: more");
 }
 
 #[test]
 fn what_headroom_does_not_cover_waits_until_others_have_freed_it() {
-    let mut poor = vm(1, 400, 30);
-    poor.distress = "30 MiB available".into();
     let at = |headroom| {
-        let h = limited(host(Pressure::Clear, 0, 0), headroom, 400);
-        let model =
-            Model { at: NOW, dt_ms: 1000, host: h, vms: vec![poor.clone(), vm(2, 1024, 900)] };
+        let host = limited(host(Pressure::Clear, 0, 0), headroom, 400);
+        let model = model(host, vec![short(1, 400, 30), vm(2, 1024, 900)]);
         balloon(&model, &Memory::default(), &[], &[])
     };
     let none = at(0);
@@ -86,7 +76,7 @@ fn who_has_less_than_it_needed_lately_is_given_it_before_it_asks() {
     let ask = |host: HostModel, whole: u64, standing: Standing| {
         let m = VmMemory { recent: needed(700, 8_000), ..remembered(1) };
         let one = VmModel { whole: Bytes::mib(whole), standing, ..vm(1, 500, 200) };
-        size(&decide(host, vec![one], vec![m])[0])
+        sized(host, one, m)
     };
     let clear = || host(Pressure::Clear, 0, 400);
     assert_eq!(ask(clear(), 1024, Standing::Ready), Some(700));
@@ -101,15 +91,13 @@ fn who_has_less_than_it_needed_lately_is_given_it_before_it_asks() {
 #[test]
 fn one_that_is_given_more_takes_what_it_had_before_too() {
     let size_of = |need: u64, (resident, own, counted, swap): (u64, u64, bool, u64)| {
-        let mut growing = vm(1, 400, 30);
-        growing.distress = "30 MiB available".into();
-        (growing.resident, growing.own) = (Some(Bytes::mib(resident)), Bytes::mib(own));
-        growing.own_is_counted = counted;
-        growing.guest.as_mut().unwrap().need = Bytes::mib(need);
-        growing.guest.as_mut().unwrap().highest = Bytes::mib(800);
-        let mut host = limited(host(Pressure::Soft, 0, 0), 300, 200);
-        host.shown.swap_left = Bytes::mib(swap);
-        size(&decide(host, vec![growing], vec![])[0])
+        let growing = says(short(1, 400, 30), |g| {
+            (g.need, g.highest) = (Bytes::mib(need), Bytes::mib(800));
+        });
+        let (resident, own) = (Some(Bytes::mib(resident)), Bytes::mib(own));
+        let growing = VmModel { resident, own, own_is_counted: counted, ..growing };
+        let host = with_swap(limited(host(Pressure::Soft, 0, 0), 300, 200), swap);
+        sized(host, growing, remembered(1))
     };
     let given_at = |need, (resident, own, swap)| size_of(need, (resident, own, false, swap));
     let given = |resident, own, swap| given_at(200, (resident, own, swap));
@@ -130,7 +118,7 @@ fn one_that_is_given_more_takes_what_it_had_before_too() {
 fn what_is_missing_of_a_part_is_given_where_it_is_worth_an_order() {
     let given = |actual| {
         let m = VmMemory { recent: needed(700, 8_000), ..remembered(1) };
-        size(&decide(host(Pressure::Clear, 0, 400), vec![vm(1, actual, actual - 200)], vec![m])[0])
+        sized(host(Pressure::Clear, 0, 400), vm(1, actual, actual - 200), m)
     };
     assert_eq!(given(700 - 76), Some(700), "15 % of it are 75");
     assert_eq!(given(700 - 74), None);
@@ -143,10 +131,8 @@ fn one_whose_need_has_grown_since_it_was_asked_is_given_its_whole_part() {
         let need_then = need_then.map(Bytes::mib);
         let recent = needed(350, 0);
         let m = VmMemory { recent, cached: needed(200, 0), need_then, ..remembered(1) };
-        let mut one = vm(1, 500, 150);
-        one.guest.as_mut().unwrap().by_module = by_module;
-        let host = limited(host(Pressure::Soft, 0, 0), 260, 1000);
-        size(&decide(host, vec![one], vec![m])[0])
+        let one = says(vm(1, 500, 150), |g| g.by_module = by_module);
+        sized(limited(host(Pressure::Soft, 0, 0), 260, 1000), one, m)
     };
     assert_eq!(given(Some(240), false), Some(560), "by more than a tenth of its RAM");
     assert_eq!(given(Some(260), false), None, "by less");
@@ -157,16 +143,12 @@ fn one_whose_need_has_grown_since_it_was_asked_is_given_its_whole_part() {
 #[test]
 fn statistics_from_before_it_was_given_memory_bring_no_more() {
     let ask = |age_ms| {
-        let mut poor = vm(1, 400, 60);
-        poor.distress = "swapping in".into();
-        poor.guest.as_mut().unwrap().age_ms = age_ms;
+        let poor = says(short(1, 400, 60), |g| (g.age_ms, g.need) = (age_ms, Bytes::mib(280)));
         // It spoke at 300 MiB.
-        let stats = (NOW, Bytes::mib(300), crate::sample::GuestStats::default());
-        let last_give = Some(Stamp(NOW.0 - 500));
-        let m = VmMemory { last_give, stats: Some(stats), ..remembered(1) };
-        poor.guest.as_mut().unwrap().need = Bytes::mib(280);
+        let stats = Some((NOW, Bytes::mib(300), crate::sample::GuestStats::default()));
+        let m = VmMemory { last_give: ago(500), stats, ..remembered(1) };
         // Swap alone is left: for what keeps it from harm.
-        size(&decide(limited(host(Pressure::Critical, 500, 0), 0, 0), vec![poor], vec![m])[0])
+        sized(limited(host(Pressure::Critical, 500, 0), 0, 0), poor, m)
     };
     assert_eq!((ask(200), ask(900)), (Some(400), Some(400)), "it has what its need asks for");
 }
@@ -177,11 +159,11 @@ fn a_clear_host_gives_back_slowly_and_first_to_the_tight() {
     let v = decide(host(Pressure::Clear, 0, 700), vms(), vec![]);
     // A tenth of what is beyond one and a quarter reserves, 188 MiB.
     assert_eq!((size(&v[0]), size(&v[1])), (None, Some(719)));
-    let m = VmMemory { last_take: Some(Stamp(NOW.0 - 30_000)), ..remembered(2) };
-    let v = decide(host(Pressure::Clear, 0, 1000), vec![vm(2, 700, 300)], vec![m]);
-    assert_eq!(size(&v[0]), None, "shrunk half a minute ago");
-    let v = decide(host(Pressure::Clear, 0, 0), vec![vm(1, 700, 300)], vec![]);
-    assert_eq!(size(&v[0]), None, "no surplus");
+    let m = VmMemory { last_take: ago(30_000), ..remembered(2) };
+    let to = sized(host(Pressure::Clear, 0, 1000), vm(2, 700, 300), m);
+    assert_eq!(to, None, "shrunk half a minute ago");
+    let to = sized(host(Pressure::Clear, 0, 0), vm(1, 700, 300), remembered(1));
+    assert_eq!(to, None, "no surplus");
 }
 
 #[test]
@@ -197,10 +179,8 @@ fn a_clear_host_gives_back_first_to_those_of_the_largest_weight() {
 #[test]
 fn a_host_with_much_free_memory_gives_back_though_not_everybodys_margins_fit() {
     let thin = |pid, actual: u64| {
-        let mut one = VmModel { resident: Some(Bytes::mib(100)), ..vm(pid, actual, actual - 60) };
-        let g = one.guest.as_mut().unwrap();
-        (g.buffer, g.deflate_on_oom) = (Bytes::mib(256), false);
-        one
+        let one = VmModel { resident: Some(Bytes::mib(100)), ..vm(pid, actual, actual - 60) };
+        says(one, |g| (g.buffer, g.deflate_on_oom) = (Bytes::mib(256), false))
     };
     let vms = (1..10).map(|pid| thin(pid, if pid == 1 { 500 } else { 1024 })).collect();
     // Five reserves are there; all guests together need 540 MiB.
@@ -212,11 +192,8 @@ fn a_host_with_much_free_memory_gives_back_though_not_everybodys_margins_fit() {
 #[test]
 fn the_last_mebibytes_that_are_owed_are_given_back() {
     let one = VmModel { whole: Bytes::mib(800), owed: Bytes::mib(2), ..vm(1, 798, 500) };
-    let host = host(Pressure::Clear, 0, 4000);
-    let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![one] };
-    let memory = Memory { vms: vec![remembered(1)], ..Memory::default() };
-    let plan = crate::policy::decide(&model, &memory, &[]).plan;
-    assert_eq!(plan.actions.iter().map(|a| a.to).collect::<Vec<_>>(), [Bytes::mib(800)]);
+    let all = actions(host(Pressure::Clear, 0, 4000), one, remembered(1));
+    assert_eq!(all.iter().map(|a| a.to).collect::<Vec<_>>(), [Bytes::mib(800)]);
 }
 
 #[test]
@@ -228,11 +205,8 @@ fn one_that_waits_for_its_memory_is_told_for_what() {
             other => panic!("{other:?}"),
         }
     };
-    let alone = why(0, vec![vm(1, 1011, 500)]);
-    assert_eq!(
-        alone,
-        "13 MiB ballooned; host has nothing to spare beside its reserve and a margin"
-    );
+    let nothing = "13 MiB ballooned; host has nothing to spare beside its reserve and a margin";
+    assert_eq!(why(0, vec![vm(1, 1011, 500)]), nothing);
     let second = why(100, vec![vm(1, 1011, 500), vm(2, 1011, 500)]);
     assert_eq!(second, "13 MiB ballooned; the host gives back slowly, others first");
 }
@@ -242,39 +216,28 @@ fn a_clear_host_gives_nothing_to_who_is_to_be_left_alone() {
     let ask = |change: fn(&mut VmModel, &mut VmMemory)| {
         let (mut one, mut m) = (vm(1, 600, 300), remembered(1));
         change(&mut one, &mut m);
-        size(&decide(host(Pressure::Clear, 0, 4000), vec![one], vec![m])[0])
+        sized(host(Pressure::Clear, 0, 4000), one, m)
     };
     assert!(ask(|_, _| ()).is_some());
-    assert_eq!(ask(|_, m| m.ledger.foreign = Some(Stamp(NOW.0 - 1000))), None, "others set it");
-    assert_eq!(
-        ask(|vm, _| {
-            vm.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: false });
-            vm.standing = Standing::GiveOnly("hands off".into());
-        }),
-        None
-    );
+    assert_eq!(ask(|_, m| m.ledger.foreign = ago(1000)), None, "others set it");
+    let hands_off = ask(|vm, _| {
+        vm.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: false });
+        vm.standing = Standing::GiveOnly("hands off".into());
+    });
+    assert_eq!(hands_off, None);
 }
 
 #[test]
 fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
-    let limit = |name: &str, headroom, reserve| Limit {
-        name: name.into(),
-        headroom: Bytes::mib(headroom),
-        reserve: Bytes::mib(reserve),
-        ..Limit::default()
+    let limit = |name: &str, headroom, reserve| {
+        let (headroom, reserve) = (Bytes::mib(headroom), Bytes::mib(reserve));
+        Limit { name: name.into(), headroom, reserve, ..Limit::default() }
     };
     let ask = |machine| {
-        let pool = Limit {
-            state: Pressure::Soft,
-            shortage: Bytes::mib(400),
-            vms: 1,
-            ..limit("/pool", 600, 1_000)
-        };
-        let full = HostModel {
-            shown: pool.clone(),
-            limits: vec![limit("host", machine, 2_000), pool],
-            ..host(Pressure::Soft, 400, 0)
-        };
+        let pool = limit("/pool", 600, 1_000);
+        let shown = Limit { state: Pressure::Soft, shortage: Bytes::mib(400), vms: 1, ..pool };
+        let limits = vec![limit("host", machine, 2_000), shown.clone()];
+        let full = HostModel { shown, limits, ..host(Pressure::Soft, 400, 0) };
         let one = VmModel { outside: true, cgroup: Some("/other".into()), ..vm(1, 400, 300) };
         let inside = VmModel { cgroup: Some("/pool/a".into()), ..vm(2, 1024, 100) };
         let v = decide(full, vec![one, inside], vec![]);
@@ -285,22 +248,22 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
     assert_eq!(ask(2_400), None, "the machine has no more than it is to keep");
 }
 
+/// The size of a guest that is short. Another one was given all that it has left, and grows.
+fn beside_one_that_was_given(
+    (actual, left): (u64, u64),
+    rate: u64,
+    mut host: HostModel,
+) -> Option<u64> {
+    let (resident, outstanding) = (Some(Bytes::mib(400)), Bytes::mib(left));
+    let other = VmModel { resident, outstanding, ..grows(vm(2, actual, left), rate) };
+    host.shown.outstanding = outstanding;
+    size(&decide(host, vec![short(1, 400, 10), other], vec![])[0])
+}
+
 /// Another was given 200 MiB a moment ago. It needs all that the host holds for it, and no more.
 #[test]
 fn one_that_has_nothing_left_does_not_wait_for_the_margin_of_another() {
-    let given = |rate: u64| {
-        let mut poor = vm(1, 400, 10);
-        poor.distress = "10 MiB available".into();
-        let mut other = vm(2, 600, 200);
-        other.resident = Some(Bytes::mib(400));
-        other.outstanding = Bytes::mib(200);
-        let rates = GuestRates { need: (rate << 20) as f64, ..GuestRates::default() };
-        other.guest.as_mut().unwrap().rates = Some(rates);
-        let mut host = limited(host(Pressure::Critical, 0, 0), 100, 200);
-        host.shown.swap_left = Bytes::ZERO;
-        host.shown.outstanding = Bytes::mib(200);
-        size(&decide(host, vec![poor, other], vec![])[0])
-    };
+    let given = |rate: u64| beside_one_that_was_given((600, 200), rate, dry(100, 200));
     assert!(given(0) >= Some(464), "80 MiB but for the last tenth: {:?}", given(0));
     assert_eq!(given(100), Some(400), "the other will touch 150 MiB in a moment");
 }
@@ -308,31 +271,17 @@ fn one_that_has_nothing_left_does_not_wait_for_the_margin_of_another() {
 /// Swap is all that there is: 540 MiB, of which another was given 500 a moment ago.
 #[test]
 fn swap_that_another_was_given_and_will_touch_is_given_to_nobody_else() {
-    let given = |rate: u64| {
-        let mut poor = vm(1, 400, 10);
-        poor.distress = "10 MiB available".into();
-        let mut other = vm(2, 900, 500);
-        other.resident = Some(Bytes::mib(400));
-        other.outstanding = Bytes::mib(500);
-        let rates = GuestRates { need: (rate << 20) as f64, ..GuestRates::default() };
-        other.guest.as_mut().unwrap().rates = Some(rates);
-        let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
-        host.shown.swap_left = Bytes::mib(540);
-        host.shown.outstanding = Bytes::mib(500);
-        size(&decide(host, vec![poor, other], vec![])[0])
-    };
+    let given =
+        |rate: u64| beside_one_that_was_given((900, 500), rate, with_swap(dry(0, 200), 540));
     assert!(given(0) >= Some(464), "the other needs nothing of it: {:?}", given(0));
     assert!(given(400) <= Some(420), "it will touch all of it: {:?}", given(400));
 }
 
 #[test]
 fn an_order_to_grow_that_was_refused_is_sent_again_after_a_second() {
-    let given = |ago: u64| {
-        let mut short = vm(1, 400, 10);
-        short.distress = "10 MiB available".into();
-        let grow_refused = Some(Stamp(NOW.0 - ago));
-        let m = VmMemory { grow_refused, ..remembered(1) };
-        size(&decide(limited(host(Pressure::Clear, 0, 0), 4000, 200), vec![short], vec![m])[0])
+    let given = |ms: u64| {
+        let m = VmMemory { grow_refused: ago(ms), ..remembered(1) };
+        sized(limited(host(Pressure::Clear, 0, 0), 4000, 200), short(1, 400, 10), m)
     };
     assert_eq!(given(100), None);
     assert!(given(1_000) > Some(400));

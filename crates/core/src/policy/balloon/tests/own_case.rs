@@ -10,7 +10,7 @@ fn a_size_that_was_just_set_by_others_is_not_set_back() {
     let size = |m: &VmMemory, change: fn(&mut VmModel)| {
         let mut vm = vm(1, 600, 300);
         change(&mut vm);
-        size(&decide(host(Pressure::Clear, 0, 4000), vec![vm], vec![m.clone()])[0])
+        sized(host(Pressure::Clear, 0, 4000), vm, m.clone())
     };
     let off = |vm: &mut VmModel| {
         (vm.managed, vm.standing) = (false, Standing::Off("manage = false".into()));
@@ -28,40 +28,26 @@ fn who_is_not_managed_any_more_has_what_was_taken_returned() {
     let one = VmModel { managed: false, standing: off, ..vm(1, 400, 300) };
     let v = decide(host(Pressure::Critical, 500, 0), vec![one.clone()], vec![]);
     assert_eq!(v[0], Verdict::Set { to: Bytes::gib(1), reason: Reason::Returned });
-    let v = decide(
-        host(Pressure::Critical, 500, 0),
-        vec![VmModel { owed: Bytes::ZERO, ..one }],
-        vec![],
-    );
-    assert!(size(&v[0]).is_none());
+    let whole = VmModel { owed: Bytes::ZERO, ..one };
+    assert_eq!(sized(host(Pressure::Critical, 500, 0), whole, remembered(1)), None);
 }
 
 #[test]
 fn an_order_that_moves_nothing_is_withdrawn_and_one_under_way_is_waited_for() {
-    let order = |to, age| VmMemory {
-        order: Some(BalloonOrder {
-            to: Bytes::mib(to),
-            moved_from: Bytes::mib(1024),
-            still_ms: age,
-            since: Stamp(NOW.0 - age),
-            cuts_short: false,
-        }),
-        ..remembered(1)
+    let ask = |to, ago| {
+        let m = VmMemory { order: ordered((1024, to), ago, ago), ..remembered(1) };
+        decide(host(Pressure::Soft, 500, 0), vec![vm(1, 1024, 900)], vec![m]).remove(0)
     };
-    let ask = |m| decide(host(Pressure::Soft, 500, 0), vec![vm(1, 1024, 900)], vec![m]);
-    let v = ask(order(900, 11_000));
-    assert_eq!(v[0], Verdict::Set { to: Bytes::mib(1024), reason: Reason::Withdrawn });
-    assert_eq!(size(&ask(order(900, 1_000))[0]), None, "still shrinking");
-    assert_eq!(size(&ask(order(1010, 1_000))[0]), Some(1010 - 102), "nearly there");
+    let back = Verdict::Set { to: Bytes::mib(1024), reason: Reason::Withdrawn };
+    assert_eq!(ask(900, 11_000), back);
+    assert_eq!(size(&ask(900, 1_000)), None, "still shrinking");
+    assert_eq!(size(&ask(1010, 1_000)), Some(1010 - 102), "nearly there");
 }
 
 #[test]
 fn after_a_reboot_everything_is_returned_and_qemus_stale_size_refreshed() {
-    let fresh = |actual| {
-        let mut fresh = vm(1, actual, 300);
-        fresh.standing = Standing::GiveOnly("rebooted".into());
-        fresh
-    };
+    let fresh =
+        |actual| VmModel { standing: Standing::GiveOnly("rebooted".into()), ..vm(1, actual, 300) };
     let ask = |r: Reboot, actual| {
         let m = VmMemory { reboot: Some(r), ..remembered(1) };
         decide(host(Pressure::Critical, 500, 0), vec![fresh(actual)], vec![m]).remove(0)
@@ -69,17 +55,16 @@ fn after_a_reboot_everything_is_returned_and_qemus_stale_size_refreshed() {
     let all = Verdict::Set { to: Bytes::gib(1), reason: Reason::Rebooted };
     let mut r = Reboot::default();
     assert_eq!(ask(r, 1024), all, "even where QEMU shows all: an order may be open");
-    (r.given, r.to) = (Some(Stamp(NOW.0 - 5_000)), Some(Bytes::gib(1)));
+    (r.given, r.to) = (ago(5_000), Some(Bytes::gib(1)));
     assert_eq!(size(&ask(r, 400)), None, "the new kernel has not spoken");
     r.speaks = true;
     let nudge = Verdict::Set { to: Bytes::mib(1023), reason: Reason::Refresh };
     assert_eq!(ask(r, 400), nudge);
     // Not while others handle its memory.
-    let mut alone = fresh(400);
-    alone.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: true });
+    let hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: true });
+    let alone = VmModel { hands_off, ..fresh(400) };
     let m = VmMemory { reboot: Some(r), ..remembered(1) };
-    let said = decide(host(Pressure::Critical, 500, 0), vec![alone], vec![m]).remove(0);
-    assert_eq!(size(&said), None, "{said:?}");
+    assert_eq!(sized(host(Pressure::Critical, 500, 0), alone, m), None);
     r.nudged = Some(NOW);
     assert_eq!(size(&ask(r, 400)), None, "on its way");
     assert_eq!(ask(r, 1023), all);
@@ -91,17 +76,8 @@ fn an_order_to_shrink_ends_where_the_vm_is_to_be_left_alone() {
     let mut one = vm(1, 800, 300);
     one.hands_off = Some(crate::sample::HandsOff { left_ms: 1000, done: false });
     one.standing = Standing::GiveOnly("hands off".into());
-    let at = Stamp(1000);
-    let moves = |to: u64| crate::state::BalloonOrder {
-        to: Bytes::mib(to),
-        moved_from: Bytes::mib(900),
-        still_ms: 0,
-        since: at,
-        cuts_short: false,
-    };
     let ordered = |to| {
-        let mut m = remembered(1);
-        m.order = Some(moves(to));
+        let m = VmMemory { order: ordered((900, to), 0, NOW.0 - 1000), ..remembered(1) };
         decide(host(Pressure::Hard, 500, 0), vec![one.clone()], vec![m]).remove(0)
     };
     let to = Bytes::mib(800);
@@ -111,9 +87,7 @@ fn an_order_to_shrink_ends_where_the_vm_is_to_be_left_alone() {
 
 #[test]
 fn hands_off_means_hands_off() {
-    let mut gone = vm(1, 400, 10);
-    gone.distress = "short".into();
-    gone.standing = Standing::Off("migrating".into());
+    let gone = VmModel { standing: Standing::Off("migrating".into()), ..short(1, 400, 10) };
     let v = decide(host(Pressure::Critical, 500, 0), vec![gone], vec![]);
     assert_eq!(v[0], Verdict::Hold("migrating".into()));
 }
@@ -121,27 +95,15 @@ fn hands_off_means_hands_off() {
 #[test]
 fn an_order_to_shrink_ends_where_the_guest_needs_what_it_has_though_nothing_can_be_given() {
     let kept = |available, change: fn(&mut VmModel)| {
-        let order = BalloonOrder {
-            to: Bytes::mib(512),
-            moved_from: Bytes::mib(700),
-            still_ms: 500,
-            since: Stamp(NOW.0 - 4_000),
-            cuts_short: false,
-        };
-        let m = VmMemory { order: Some(order), ..remembered(1) };
+        let m = VmMemory { order: ordered((700, 512), 500, 4_000), ..remembered(1) };
         let mut one = vm(1, 700, available);
         change(&mut one);
-        let mut host = limited(host(Pressure::Critical, 2048, 0), 0, 2000);
-        host.shown.swap_left = Bytes::ZERO;
-        let model = Model { at: NOW, dt_ms: 500, host, vms: vec![one] };
-        let memory = Memory { vms: vec![m], ..Memory::default() };
-        let plan = crate::policy::decide(&model, &memory, &[]).plan;
-        plan.actions.iter().any(|a| a.to >= Bytes::mib(600))
+        let host = with_swap(limited(host(Pressure::Critical, 2048, 0), 0, 2000), 0);
+        actions(host, one, m).iter().any(|a| a.to >= Bytes::mib(600))
     };
     assert!(kept(10, |vm| vm.distress = "10 MiB available".into()));
     assert!(kept(300, |vm| {
-        vm.unseen = "silent".into();
-        vm.guest = None;
+        (vm.unseen, vm.guest) = ("silent".into(), None);
         vm.standing = Standing::GiveOnly("no statistics".into());
     }));
     assert!(kept(100, |_| ()), "it needs 600 by its last statistics, and is on its way to 512");
@@ -153,7 +115,7 @@ fn a_lower_ceiling_leaves_a_guest_a_margin() {
     let lower = |available, change: fn(&mut VmModel)| {
         let mut one = VmModel { ceiling: Bytes::mib(600), ..vm(1, 900, available) };
         change(&mut one);
-        size(&decide(host(Pressure::Clear, 0, 2048), vec![one], vec![])[0])
+        sized(host(Pressure::Clear, 0, 2048), one, remembered(1))
     };
     assert_eq!(lower(100, |_| ()), Some(800 + 80), "its need and a buffer");
     assert!(lower(250, |_| ()).is_some_and(|to| to >= 650 + 80));
@@ -167,15 +129,8 @@ fn a_lower_ceiling_leaves_a_guest_a_margin() {
 #[test]
 fn an_order_to_shrink_below_its_need_ends_though_the_host_has_nothing_left() {
     let at = |to| {
-        let mut short = vm(1, 600, 38);
-        short.distress = "38 MiB available".into();
-        let (to, moved_from) = (Bytes::mib(to), Bytes::mib(700));
-        let order =
-            BalloonOrder { to, moved_from, since: Stamp(NOW.0 - 1000), ..BalloonOrder::default() };
-        let m = VmMemory { order: Some(order), ..remembered(1) };
-        let mut host = limited(host(Pressure::Critical, 0, 0), 0, 200);
-        host.shown.swap_left = Bytes::ZERO;
-        size(&decide(host, vec![short, vm(2, 600, 10)], vec![m])[0])
+        let m = VmMemory { order: ordered((700, to), 0, 1000), ..remembered(1) };
+        size(&decide(dry(0, 200), vec![short(1, 600, 38), vm(2, 600, 10)], vec![m])[0])
     };
     assert!(at(500) >= Some(562), "it needs 562 MiB by its last statistics: {:?}", at(500));
 }

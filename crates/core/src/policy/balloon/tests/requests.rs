@@ -6,7 +6,7 @@ use super::*;
 /// bring of each.
 fn sizes(requests: &[Reclaim], above: &[Bytes]) -> [Option<u64>; 2] {
     let vms = vec![vm(1, 1024, 624), vm(2, 1024, 224)];
-    let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms };
+    let model = model(host(Pressure::Clear, 0, 0), vms);
     let verdicts = balloon(&model, &Memory::default(), requests, above).verdicts;
     [&verdicts[0], &verdicts[1]].map(size)
 }
@@ -19,21 +19,18 @@ fn of(vm: Option<&str>, mib: u64) -> Reclaim {
 fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
     let ask = |request: Reclaim| <(_, _)>::from(sizes(&[request], &[]));
     assert_eq!(ask(Reclaim::default()), (Some(480), Some(880)), "need and a full buffer stay");
-    let one = Reclaim { vm: Some("vm2".into()), bytes: None };
-    assert_eq!(ask(one), (None, Some(880)));
-    let some = Reclaim { vm: None, bytes: Some(Bytes::mib(172)) };
-    assert_eq!(ask(some), (Some(1024 - 172), None), "from who pays most for it");
+    assert_eq!(ask(Reclaim { bytes: None, ..of(Some("vm2"), 0) }), (None, Some(880)));
+    assert_eq!(ask(of(None, 172)), (Some(1024 - 172), None), "from who pays most for it");
 }
 
 #[test]
 fn what_agents_bring_for_a_request_is_not_taken_again() {
     let asks = |requests: &[Reclaim]| sizes(requests, &[Bytes::ZERO, Bytes::mib(100)])[0];
     let ask = |request: Reclaim| asks(&[request]);
-    let bytes = Some(Bytes::mib(172));
-    assert_eq!(ask(Reclaim { vm: None, bytes }), Some(1024 - 72));
-    assert_eq!(ask(Reclaim { vm: Some("vm1".into()), bytes }), Some(1024 - 172));
+    assert_eq!(ask(of(None, 172)), Some(1024 - 72));
+    assert_eq!(ask(of(Some("vm1"), 172)), Some(1024 - 172));
     assert_eq!(ask(Reclaim::default()), Some(480), "all of it");
-    assert_eq!(ask(Reclaim { vm: None, bytes: Some(Bytes::mib(100)) }), None);
+    assert_eq!(ask(of(None, 100)), None);
     // 60 of the 100 are for the first request, the rest for the second.
     assert_eq!(asks(&[of(Some("vm2"), 60), of(None, 172)]), Some(1024 - 132));
 }
@@ -51,29 +48,16 @@ fn requests_of_one_tick_take_what_all_of_them_ask_for() {
 #[test]
 fn a_request_takes_what_the_guest_needed_a_moment_ago_and_has_freed() {
     let m = VmMemory { recent: needed(900, 2_000), ..remembered(1) };
-    let host = host(Pressure::Clear, 0, 2000);
-    let model = Model { at: NOW, dt_ms: 1000, host, vms: vec![vm(1, 1024, 624)] };
-    let memory = Memory { vms: vec![m], ..Memory::default() };
-    let done = balloon(&model, &memory, &[Reclaim::default()], &[]);
-    assert_eq!(size(&done.verdicts[0]), Some(400 + 80), "its need and its buffer stay");
+    let left = reclaimed(host(Pressure::Clear, 0, 2000), vm(1, 1024, 624), m);
+    assert_eq!(left, Some(400 + 80), "its need and its buffer stay");
 }
 
 #[test]
 fn what_an_operator_asked_for_is_not_given_back_at_once() {
     let ask = |ago_ms: Option<u64>| {
-        let m = VmMemory {
-            recent: needed(700, 30_000),
-            requested: ago_ms.map(|ms| Stamp(NOW.0 - ms)),
-            last_take: ago_ms.map(|ms| Stamp(NOW.0 - ms)),
-            ..remembered(1)
-        };
-        size(
-            &decide(
-                limited(host(Pressure::Clear, 0, 2000), 4000, 1000),
-                vec![vm(1, 400, 300)],
-                vec![m],
-            )[0],
-        )
+        let (recent, requested) = (needed(700, 30_000), ago_ms.and_then(ago));
+        let m = VmMemory { recent, requested, last_take: requested, ..remembered(1) };
+        sized(limited(host(Pressure::Clear, 0, 2000), 4000, 1000), vm(1, 400, 300), m)
     };
     assert!(ask(None).is_some_and(|to| to >= 700), "it needed so much lately");
     assert_eq!(ask(Some(1_000)), None);
@@ -82,9 +66,6 @@ fn what_an_operator_asked_for_is_not_given_back_at_once() {
 
 #[test]
 fn a_request_takes_nothing_by_old_statistics() {
-    let mut one = vm(1, 1024, 624);
-    one.guest.as_mut().unwrap().age_ms = 4_000;
-    let model = Model { at: NOW, dt_ms: 1000, host: host(Pressure::Clear, 0, 0), vms: vec![one] };
-    let v = balloon(&model, &Memory::default(), &[Reclaim::default()], &[]).verdicts;
-    assert_eq!(size(&v[0]), None);
+    let one = says(vm(1, 1024, 624), |g| g.age_ms = 4_000);
+    assert_eq!(reclaimed(host(Pressure::Clear, 0, 0), one, remembered(1)), None);
 }

@@ -19,38 +19,19 @@ const ON: &str = "[merge]\nmode = \"on\"\n";
 
 /// A VM that is open to KSM and was scanned: much to be had.
 fn vm(pid: u32, name: &str) -> VmSample {
-    let merge = MergeSample {
-        open: Some(true),
-        found: Some(Candidates { pages: 100_000, zeros: 0, duplicates: 80_000 }),
-        ..MergeSample::default()
-    };
-    VmSample {
-        id: VmId { pid, start: 1 },
-        name: name.into(),
-        link: Link::Up,
-        run: Some(RunState::Running),
-        merge: Some(merge),
-        ..VmSample::default()
-    }
+    let found = Some(Candidates { pages: 100_000, zeros: 0, duplicates: 80_000 });
+    let merge = Some(MergeSample { open: Some(true), found, ..MergeSample::default() });
+    VmSample { merge, ..VmSample::running(pid, name) }
 }
 
 /// After a scan, on a host with so much room.
 fn sample(at: u64, room: Bytes, vms: Vec<VmSample>) -> Sample {
-    let memory = Meminfo { total: Bytes::gib(64), available: room, ..Meminfo::default() };
-    let scan = ScanSample { number: 1, at: Stamp(1000), ..ScanSample::default() };
-    let ksm = Ksm { pages_shared: 1000, pages_sharing: 3000, ..Ksm::default() };
-    Sample {
-        at: Stamp(at),
-        host: HostSample {
-            memory: Some(memory),
-            ksm: Some(ksm),
-            scan: Some(scan),
-            vmstat: Some(Vmstat { cow_ksm: Some(0), ..Vmstat::default() }),
-            ..HostSample::default()
-        },
-        vms,
-        ..Sample::default()
-    }
+    let memory = Some(Meminfo { total: Bytes::gib(64), available: room, ..Meminfo::default() });
+    let scan = Some(ScanSample { number: 1, at: Stamp(1000), ..ScanSample::default() });
+    let ksm = Some(Ksm { pages_shared: 1000, pages_sharing: 3000, ..Ksm::default() });
+    let vmstat = Some(Vmstat { cow_ksm: Some(0), ..Vmstat::default() });
+    let host = HostSample { memory, ksm, scan, vmstat, ..HostSample::default() };
+    Sample { at: Stamp(at), host, vms, ..Sample::default() }
 }
 
 fn tick(config: &str, memory: &mut Memory, sample: &Sample) -> MergePlan {
@@ -84,6 +65,10 @@ fn with(mut vm: VmSample, change: impl FnOnce(&mut MergeSample)) -> VmSample {
     vm
 }
 
+fn with_agent(vm: VmSample, agent: AgentSample) -> VmSample {
+    VmSample { agent: Some(agent), ..vm }
+}
+
 fn proven(pid: u32, name: &str) -> VmSample {
     VmSample { claim: Claim::Proven, ..vm(pid, name) }
 }
@@ -113,8 +98,7 @@ fn nothing_is_merged_while_a_vm_of_another_group_is_open_or_not_known() {
     let closed = with(vm(2, "b"), |m| m.open = Some(false));
     assert!(runs(&once(&config, vec![proven(1, "a"), closed])));
     // One that cannot be closed blocks, and it is said how to start it.
-    let mut deaf = vm(2, "b");
-    deaf.link = Link::Down("no socket".into());
+    let deaf = VmSample { link: Link::Down("no socket".into()), ..vm(2, "b") };
     let plan = once(&config, vec![proven(1, "a"), deaf]);
     assert!(!runs(&plan) && plan.why.contains("no socket; start it with"), "{plan:?}");
     assert_eq!(switched(&plan), []);
@@ -175,8 +159,7 @@ fn a_vm_of_which_nothing_is_said_stays_as_it_was_started() {
     assert_eq!(switched(&once(&config, vec![vm(1, "a"), closed()])), [(2, true)]);
     let unmanaged = format!("{config}manage = false\n");
     assert_eq!(switched(&once(&unmanaged, vec![vm(1, "a"), closed()])), []);
-    let mut moving = closed();
-    moving.run = Some(RunState::Migrating);
+    let moving = VmSample { run: Some(RunState::Migrating), ..closed() };
     assert_eq!(switched(&once(&config, vec![moving])), []);
 }
 
@@ -191,8 +174,8 @@ fn a_vm_that_is_not_managed_is_not_scanned() {
 
 #[test]
 fn one_whose_agent_only_observes_is_merged_like_one_without() {
-    let mut observed = vm(2, "b");
-    observed.agent = Some(AgentSample { observes: true, ..AgentSample::default() });
+    let observes = AgentSample { observes: true, ..AgentSample::default() };
+    let observed = with_agent(vm(2, "b"), observes);
     let plan = once(ON, vec![vm(1, "a"), observed]);
     assert!(runs(&plan) && plan.ranged.is_empty() && switched(&plan).is_empty(), "{plan:?}");
 }
@@ -201,9 +184,8 @@ fn one_whose_agent_only_observes_is_merged_like_one_without() {
 fn a_vm_with_an_agent_is_opened_by_ranges_or_not_at_all() {
     let config = format!("{ON}[vm.b]\nmerge = true\n");
     let with_agent = |advises, open| {
-        let mut vm = with(vm(2, "b"), |m| m.open = Some(open));
-        vm.agent = Some(AgentSample { link: Link::Up, advises, ..AgentSample::default() });
-        vm
+        let agent = AgentSample { link: Link::Up, advises, ..AgentSample::default() };
+        with_agent(with(vm(2, "b"), |m| m.open = Some(open)), agent)
     };
     let ranged = |config: &str, vm| {
         let plan = once(config, vec![vm]);
@@ -225,7 +207,8 @@ fn a_vm_with_an_agent_is_opened_by_ranges_or_not_at_all() {
 fn the_operators_word_holds_and_what_was_changed_is_written_down() {
     let mut memory = Memory::default();
     let s = |at, open| {
-        sample(at, Bytes::gib(50), vec![vm(1, "a"), with(vm(2, "b"), |m| m.open = Some(open))])
+        let b = with(vm(2, "b"), |m| m.open = Some(open));
+        sample(at, Bytes::gib(50), vec![vm(1, "a"), b])
     };
     assert_eq!(switched(&tick(ON, &mut memory, &s(10_000, true))), []);
     memory.wish(&[MergeWish { vm: Some("b".into()), on: false }]);
@@ -316,11 +299,8 @@ fn nothing_is_broken_for_a_storm_where_the_memory_is_not_there_or_promised() {
         let mut storm = seen(20_000, Bytes::mib(600), 262_144, room, 108_000);
         if starting {
             // Has just been started, with all of its RAM before it.
-            let mut boots = vm(3, "c");
-            boots.ram = Some(Bytes::gib(48));
-            boots.age_ms = Some(1000);
-            boots.process = Some(Default::default());
-            storm.vms.push(boots);
+            let (ram, process) = (Some(Bytes::gib(48)), Some(Default::default()));
+            storm.vms.push(VmSample { ram, process, age_ms: Some(1000), ..vm(3, "c") });
         }
         tick(ON, &mut memory, &storm)
     };
@@ -391,12 +371,8 @@ fn a_host_that_lacks_memory_merges_as_a_short_one_and_looks_at_new_vms_sooner() 
     // `took`: how long the first scan took.
     let one = |lacks: u64| {
         let lacks = Bytes::mib(lacks);
-        let run = tick_that_lacks(
-            lacks,
-            ON,
-            &mut Memory::default(),
-            &sample(900, Bytes::gib(50), vec![vm(1, "a")]),
-        );
+        let seen = sample(900, Bytes::gib(50), vec![vm(1, "a")]);
+        let run = tick_that_lacks(lacks, ON, &mut Memory::default(), &seen);
         let Some(KsmdOrder::Run { cores, .. }) = run.ksmd else { panic!("{run:?}") };
         let mut memory = Memory::default();
         memory.merge.govern.done = 1;
@@ -417,9 +393,10 @@ fn a_host_that_lacks_memory_merges_as_a_short_one_and_looks_at_new_vms_sooner() 
 #[test]
 fn the_first_scan_waits_for_agents_that_are_being_met() {
     let with_agent = |link| {
-        let mut vm = with(vm(2, "b"), |m| (m.open, m.found) = (Some(false), None));
-        vm.agent = Some(AgentSample { link, advises: true, ..AgentSample::default() });
-        once(ON, vec![with(self::vm(1, "a"), |m| m.found = None), vm]).scan.map(|s| s.vms.len())
+        let new = with(vm(2, "b"), |m| (m.open, m.found) = (Some(false), None));
+        let agent = AgentSample { link, advises: true, ..AgentSample::default() };
+        let vms = vec![with(vm(1, "a"), |m| m.found = None), with_agent(new, agent)];
+        once(ON, vms).scan.map(|s| s.vms.len())
     };
     assert_eq!(with_agent(Link::Unknown), None);
     assert_eq!(with_agent(Link::Up), Some(2));
@@ -430,12 +407,11 @@ fn the_first_scan_waits_for_agents_that_are_being_met() {
 fn what_is_as_the_last_scan_saw_it_is_only_looked_at() {
     let none = Candidates { pages: 1000, ..Candidates::default() };
     let ordered = |change: &dyn Fn(&mut ScanSample)| {
-        let mut s =
-            sample(900_000, Bytes::gib(50), vec![with(vm(1, "a"), |m| m.found = Some(none))]);
-        let mut scan =
-            ScanSample { number: 1, at: Stamp(1000), one_in: 1, ..ScanSample::default() };
-        change(&mut scan);
-        s.host.scan = Some(scan);
+        let vms = vec![with(vm(1, "a"), |m| m.found = Some(none))];
+        let mut s = sample(900_000, Bytes::gib(50), vms);
+        let scan = s.host.scan.as_mut().unwrap();
+        scan.one_in = 1;
+        change(scan);
         let mut memory = Memory::default();
         memory.merge.scan = Some(Stamp(500));
         tick(&format!("{ON}scan = \"10s\"\n"), &mut memory, &s).scan.map(|s| s.spot_check)
@@ -447,11 +423,8 @@ fn what_is_as_the_last_scan_saw_it_is_only_looked_at() {
     let soon = |s: &mut ScanSample| (s.at, s.changed) = (Stamp(899_000), Some(Bytes::mib(9)));
     assert_eq!(ordered(&soon), Some(false));
     assert_eq!(ordered(&|s| s.at = Stamp(899_000)), None);
-    assert_eq!(
-        ordered(&|s| s.spot_checks_since = 7),
-        Some(false),
-        "a spot check may miss what is small"
-    );
+    // A spot check may miss what is small.
+    assert_eq!(ordered(&|s| s.spot_checks_since = 7), Some(false));
     assert_eq!(ordered(&|s| s.one_in = 4), Some(false));
 }
 

@@ -1,15 +1,17 @@
 //! A client of a shared socket against a scripted server that serves one client at a time, as QEMU
 //! does: when it connects, what it sends, and when it leaves.
 
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
-use ebb_host::qmp::{Client, QmpError, State, poll_all};
-use serde_json::{Value, json};
+use serde_json::json;
+use tempfile::TempDir;
 
-const GREETING: &[u8] = b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n";
+use super::*;
+use crate::qmp::poll_all;
+use crate::sockets::connect;
+use crate::testing::{qmp, socket};
+
 /// As the daemon's.
 const DEADLINE: Duration = Duration::from_millis(200);
 /// For a busy machine.
@@ -18,14 +20,12 @@ const LONG: Duration = Duration::from_secs(10);
 struct Server {
     listener: UnixListener,
     path: PathBuf,
-    _dir: tempfile::TempDir,
+    _dir: TempDir,
 }
 
 fn server() -> Server {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("100.qmp");
-    let listener = UnixListener::bind(&path).unwrap();
-    Server { listener, path, _dir: dir }
+    let (_dir, listener, path) = socket();
+    Server { listener, path, _dir }
 }
 
 impl Server {
@@ -41,23 +41,28 @@ impl Server {
         matches!(said, Err(e) if e.kind() == ErrorKind::WouldBlock)
     }
 
-    /// Serves one client until it leaves: what it asked.
-    fn serve(&self) -> std::thread::JoinHandle<Vec<String>> {
-        let listener = self.listener.try_clone().unwrap();
-        std::thread::spawn(move || answer(listener.accept().unwrap().0))
+    /// Serves this client until it leaves: that is what it asked.
+    fn is_asked(&self, client: &mut Client, all: &[&str]) {
+        let mut asked = Vec::new();
+        std::thread::scope(|s| {
+            // It ends when it reads the end of the connection.
+            s.spawn(|| {
+                qmp(self.listener.accept().unwrap().0, |command, _| {
+                    asked.push(command["execute"].as_str().unwrap().to_owned());
+                    Some(Ok(json!({})))
+                });
+            });
+            poll_all(&mut [client], Instant::now() + LONG);
+        });
+        assert_eq!(asked, [&["qmp_capabilities"], all].concat());
     }
-}
 
-fn answer(mut stream: UnixStream) -> Vec<String> {
-    stream.write_all(GREETING).unwrap();
-    let lines = BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok);
-    let one = |line: String| {
-        let asked: Value = serde_json::from_str(&line).unwrap();
-        let answer = json!({ "return": {}, "id": asked["id"] }).to_string() + "\n";
-        stream.write_all(answer.as_bytes()).unwrap();
-        asked["execute"].as_str().unwrap().to_owned()
-    };
-    lines.map(one).collect()
+    /// What the next client has sent when it leaves.
+    fn hears(&self) -> String {
+        let mut text = String::new();
+        self.listener.accept().unwrap().0.read_to_string(&mut text).unwrap();
+        text
+    }
 }
 
 fn poll(client: &mut Client) -> Duration {
@@ -74,13 +79,8 @@ fn a_shared_socket_is_connected_to_for_a_batch_and_left_with_its_last_answer() {
     poll(&mut client);
     assert!(server.is_left_alone(), "nothing is to be asked");
     for batch in [&["query-status", "query-balloon"][..], &["balloon"][..]] {
-        let peer = server.serve();
         let ids: Vec<u64> = batch.iter().map(|c| client.send(c, None).unwrap()).collect();
-        poll_all(&mut [&mut client], Instant::now() + LONG);
-        // The server's thread ends when it reads the end of the connection.
-        let asked = peer.join().unwrap();
-        assert_eq!(asked[0], "qmp_capabilities");
-        assert_eq!(asked[1..], *batch);
+        server.is_asked(&mut client, batch);
         assert!(ids.iter().all(|id| matches!(client.take_reply(*id), Some(Ok(_)))));
         assert_eq!((client.state(), client.fd().is_none()), (State::Away, true));
     }
@@ -105,17 +105,11 @@ fn a_client_that_is_not_served_leaves_soon_has_sent_nothing_and_does_not_fill_th
         assert!(client.missed().is_some() && client.state() == State::Away);
     }
     drop((manager, served));
-    let (mut gone, _) = server.listener.accept().unwrap();
-    let mut text = String::new();
-    gone.read_to_string(&mut text).unwrap();
-    assert_eq!(text, "");
+    assert_eq!(server.hears(), "");
     assert!(server.is_left_alone(), "one connection was made for three batches");
-    drop(gone);
-    let peer = server.serve();
     let id = client.send("query-status", None).unwrap();
-    poll_all(&mut [&mut client], Instant::now() + LONG);
+    server.is_asked(&mut client, &["query-status"]);
     assert!(matches!(client.take_reply(id), Some(Ok(_))) && client.missed().is_none());
-    assert_eq!(peer.join().unwrap(), ["qmp_capabilities", "query-status"]);
 }
 
 /// Who makes a client for a socket does not know of the one before.
@@ -145,11 +139,9 @@ fn a_command_that_was_not_sent_can_be_taken_back() {
     let id = client.send("query-status", None).unwrap();
     poll(&mut client);
     assert!(client.protocol.take_back(order) && !client.protocol.take_back(order));
-    let peer = server.serve();
-    poll_all(&mut [&mut client], Instant::now() + LONG);
+    server.is_asked(&mut client, &["query-status"]);
     assert!(!client.protocol.take_back(id), "it was sent");
     assert!(matches!(client.take_reply(id), Some(Ok(_))) && client.take_reply(order).is_none());
-    assert_eq!(peer.join().unwrap(), ["qmp_capabilities", "query-status"]);
 }
 
 /// A QEMU that swaps may take long.
@@ -160,10 +152,8 @@ fn a_client_that_is_the_next_stays_for_a_slow_qemu() {
     let id = client.send("query-status", None).unwrap();
     poll(&mut client);
     assert_eq!((client.state(), client.missed().is_some()), (State::Greeting, false));
-    let peer = server.serve();
-    poll_all(&mut [&mut client], Instant::now() + LONG);
+    server.is_asked(&mut client, &["query-status"]);
     assert!(matches!(client.take_reply(id), Some(Ok(_))));
-    assert_eq!(peer.join().unwrap(), ["qmp_capabilities", "query-status"]);
 }
 
 #[test]
@@ -173,7 +163,7 @@ fn a_qemu_that_owes_an_answer_is_left_after_a_second() {
     let id = client.send("query-status", None).unwrap();
     client.flush();
     let (mut stream, _) = server.listener.accept().unwrap();
-    stream.write_all(GREETING).unwrap();
+    stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n").unwrap();
     let begun = Instant::now();
     poll_all(&mut [&mut client], begun + LONG);
     assert!(matches!(client.take_reply(id), Some(Err(QmpError::Left(..)))));
@@ -190,8 +180,22 @@ fn a_socket_that_another_process_serves_is_not_spoken_to() {
     poll(&mut client);
     let why = client.failure().unwrap().to_string();
     assert!(why.contains("served by process"), "{why}");
-    let (mut stream, _) = server.listener.accept().unwrap();
-    let mut text = String::new();
-    stream.read_to_string(&mut text).unwrap();
-    assert_eq!(text, "");
+    assert_eq!(server.hears(), "");
+}
+
+#[test]
+fn a_connection_is_in_the_queue_until_the_server_accepts_it_and_finds_its_end() {
+    let (dir, listener, path) = socket();
+    assert!(!waits(&path));
+    leave(&path, connect(&path).unwrap());
+    assert!(waits(&path) && !waits(&dir.path().join("other")));
+    let (mut served, _) = listener.accept().unwrap();
+    assert!(waits(&path), "accepting alone shows nothing");
+    assert_eq!(served.read(&mut [0; 8]).unwrap(), 0, "the end");
+    served.write_all(b"greeting").unwrap();
+    assert!(!waits(&path));
+    leave(&path, connect(&path).unwrap());
+    assert!(waits(&path));
+    drop(listener);
+    assert!(!waits(&path), "the server has ended");
 }

@@ -1,117 +1,96 @@
-//! The whole host on a fixture tree whose reads fail: what is known of VMs outlives that.
+//! A tree whose reads fail: what is known of VMs outlives that.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::io;
-use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
-use ebb_core::config::Config;
-use ebb_core::sample::{Sample, VmId, VmSample};
-use ebb_core::units::Bytes;
-use ebb_host::linux::{LinuxHost, Options};
-use ebb_host::probe::trust::TrustRules;
-use ebb_host::root::{Faults, Root};
 use proptest::prelude::*;
 use rustix::io::Errno;
 
-/// Every process that is called QEMU: the fixture's files belong to the user of the tests.
-const ANYTHING: TrustRules = TrustRules { users: None, programs: None, containers: true };
+use super::*;
+use crate::root::Faults;
+use crate::testing::{Tree, stat};
 
-/// A machine with three VMs in a slice with a limit.
+/// A machine with three VMs in a slice with a limit, whose reads can be made to fail while a host
+/// uses it.
 struct Machine {
-    dir: tempfile::TempDir,
-}
-
-const SLICE: &str = "sys/fs/cgroup/machine.slice";
-const VMS: [u32; 3] = [10, 11, 12];
-
-impl Machine {
-    fn new() -> Machine {
-        let m = Machine { dir: tempfile::tempdir().unwrap() };
-        m.write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 4000 kB\n");
-        m.write("proc/vmstat", "pgmajfault 3\n");
-        m.write("proc/swaps", "Filename Type Size Used Priority\n/dev/zram0 partition 8 4 1\n");
-        m.write("sys/block/zram0/mm_stat", "4096 100 200 0 0 0 0 0\n");
-        m.write("sys/module/zswap/parameters/enabled", "Y\n");
-        m.write("proc/pressure/memory", "some avg10=0 avg60=0 avg300=0 total=1\n");
-        let mounts = "1 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
-        m.write("proc/self/mountinfo", mounts);
-        m.write("sys/fs/cgroup/cgroup.controllers", "memory\n");
-        m.write(&format!("{SLICE}/memory.max"), "9000000\n");
-        m.write(&format!("{SLICE}/memory.current"), "5000000\n");
-        m.write(&format!("{SLICE}/memory.stat"), "anon 4000000\n");
-        m.write(&format!("{SLICE}/memory.swap.max"), "700\n");
-        m.write(&format!("{SLICE}/memory.swap.current"), "200\n");
-        m.write(&format!("{SLICE}/memory.pressure"), "some avg10=7 avg60=0 avg300=0 total=1\n");
-        for pid in VMS {
-            m.vm(pid, &format!("vm{pid}"), "machine.slice");
-        }
-        m
-    }
-
-    fn write(&self, path: &str, text: &str) {
-        let path = self.dir.path().join(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text).unwrap();
-    }
-
-    fn vm(&self, pid: u32, name: &str, slice: &str) {
-        let stat = format!("{pid} (kvm) S{} {pid} 0", " 0".repeat(18));
-        self.write(&format!("proc/{pid}/stat"), &stat);
-        self.write(&format!("proc/{pid}/comm"), "kvm\n");
-        self.write(&format!("proc/{pid}/cmdline"), &format!("kvm\0-name\0{name}\0"));
-        self.write(&format!("proc/{pid}/environ"), "A=1\0");
-        self.write(&format!("proc/{pid}/status"), "Uid: 0 0 0 0\nRssAnon: 9 kB\nVmLck: 3 kB\n");
-        self.write(&format!("proc/{pid}/cgroup"), &format!("0::/{slice}/{pid}.scope\n"));
-        fs::create_dir_all(self.dir.path().join(format!("sys/fs/cgroup/{slice}/{pid}.scope")))
-            .unwrap();
-        let cwd = self.dir.path().join(format!("proc/{pid}/cwd"));
-        let _ = symlink("/", cwd);
-    }
-
-    fn end(&self, pid: u32) {
-        fs::remove_dir_all(self.dir.path().join(format!("proc/{pid}"))).unwrap();
-    }
-
-    /// A host that scans with each sample.
-    fn host(&self, root: Root) -> LinuxHost {
-        LinuxHost::new(Options {
-            root,
-            trust: ANYTHING,
-            scan_every: Duration::ZERO,
-            psi_trigger_us: None,
-            ..Options::default()
-        })
-        .unwrap()
-    }
+    tree: Tree,
+    faults: Arc<Mutex<Option<Faults>>>,
 }
 
 /// What a read gives, if it is to fail; `None`: what is there.
 type Say = Option<Result<Vec<u8>, Errno>>;
 
-/// A root whose reads can be made to fail while a host uses it.
-#[derive(Clone, Default)]
-struct Switch(Arc<Mutex<Option<Faults>>>);
+const SLICE: &str = "/sys/fs/cgroup/machine.slice";
+const VMS: [u32; 3] = [10, 11, 12];
 
-impl Switch {
-    fn root(&self, machine: &Machine) -> Root {
-        let switch = self.clone();
-        Root::at(machine.dir.path())
-            .with_faults(Arc::new(move |path: &Path| switch.0.lock().unwrap().as_ref()?(path)))
+impl Machine {
+    fn new() -> Machine {
+        let stalls = "some avg10=7 avg60=0 avg300=0 total=1\n";
+        let tree = tree(&[
+            ("/proc/meminfo", "MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 4000 kB\n"),
+            ("/proc/vmstat", "pgmajfault 3\n"),
+            ("/proc/swaps", "Filename Type Size Used Priority\n/dev/zram0 partition 8 4 1\n"),
+            ("/sys/block/zram0/mm_stat", "4096 100 200 0 0 0 0 0\n"),
+            ("/sys/module/zswap/parameters/enabled", "Y\n"),
+            ("/proc/pressure/memory", "some avg10=0 avg60=0 avg300=0 total=1\n"),
+            ("/proc/self/mountinfo", "1 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
+            ("/sys/fs/cgroup/cgroup.controllers", "memory\n"),
+            ("/sys/fs/cgroup/machine.slice/memory.max", "9000000\n"),
+            ("/sys/fs/cgroup/machine.slice/memory.current", "5000000\n"),
+            ("/sys/fs/cgroup/machine.slice/memory.stat", "anon 4000000\n"),
+            ("/sys/fs/cgroup/machine.slice/memory.swap.max", "700\n"),
+            ("/sys/fs/cgroup/machine.slice/memory.swap.current", "200\n"),
+            ("/sys/fs/cgroup/machine.slice/memory.pressure", stalls),
+        ]);
+        let machine = Machine { tree, faults: Arc::default() };
+        VMS.iter().for_each(|pid| machine.vm(*pid, &format!("vm{pid}"), "machine.slice"));
+        machine
     }
 
-    fn set(&self, say: impl Fn(&Path) -> Say + Send + Sync + 'static) {
+    fn vm(&self, pid: u32, name: &str, slice: &str) {
+        self.tree.vm(pid, pid.into(), &format!("-name\0{name}"));
+        for (file, text) in [
+            ("environ", "A=1\0"),
+            ("status", "Uid: 0 0 0 0\nRssAnon: 9 kB\nVmLck: 3 kB\n"),
+            ("cgroup", &format!("0::/{slice}/{pid}.scope\n")),
+        ] {
+            self.tree.put(format!("/proc/{pid}/{file}"), text);
+        }
+        self.tree.dir(format!("/sys/fs/cgroup/{slice}/{pid}.scope"));
+        self.tree.link("/", format!("/proc/{pid}/cwd"));
+    }
+
+    fn end(&self, pid: u32) {
+        self.tree.remove(format!("/proc/{pid}"));
+    }
+
+    fn root(&self) -> Root {
+        let faults = self.faults.clone();
+        let now = move |path: &Path| faults.lock().unwrap().as_ref()?(path);
+        self.tree.clone().with_faults(Arc::new(now))
+    }
+
+    fn fails(&self, say: impl Fn(&Path) -> Say + Send + Sync + 'static) {
         let fault = move |path: &Path| Some(say(path)?.map_err(io::Error::from));
-        *self.0.lock().unwrap() = Some(Arc::new(fault));
+        *self.faults.lock().unwrap() = Some(Arc::new(fault));
     }
 
-    fn off(&self) {
-        *self.0.lock().unwrap() = None;
+    fn fails_no_more(&self) {
+        *self.faults.lock().unwrap() = None;
     }
+
+    fn host(&self) -> LinuxHost {
+        scanning(&self.root())
+    }
+}
+
+/// A host that scans with each sample.
+fn scanning(root: &Root) -> LinuxHost {
+    let (scan_every, psi_trigger_us) = (Duration::ZERO, None);
+    host(root, Options { scan_every, psi_trigger_us, ..Options::default() })
 }
 
 fn id(pid: u32) -> VmId {
@@ -131,28 +110,28 @@ const ERRORS: [Errno; 6] =
 
 #[test]
 fn no_kind_of_failing_read_makes_a_vm_forgotten() {
-    let (machine, switch) = (Machine::new(), Switch::default());
-    let mut host = machine.host(switch.root(&machine));
+    let machine = Machine::new();
+    let mut host = machine.host();
     assert_eq!(pids(&host.sample()), VMS);
     let of_vms = |path: &Path| path.starts_with("/proc/10") || path.starts_with("/proc/11");
     for errno in ERRORS {
-        switch.set(move |_| Some(Err(errno)));
+        machine.fails(move |_| Some(Err(errno)));
         for _ in 0..3 {
             let sample = host.sample();
             assert_eq!(pids(&sample), VMS, "everything fails with {errno}");
             assert!(!sample.problems.is_empty() && sample.host.memory.is_none());
             assert_eq!(host.sample_owed(&VMS.map(id)).ended, []);
         }
-        switch.set(move |path| of_vms(path).then_some(Err(errno)));
+        machine.fails(move |path| of_vms(path).then_some(Err(errno)));
         let sample = host.sample();
         assert_eq!(pids(&sample), VMS, "of two VMs, {errno}");
         assert!(vm(&sample, 10).process.is_none() && vm(&sample, 12).process.is_some());
     }
     for text in ["", "\n", "10\n", "nonsense", "10 (kvm) S 0 0 0", "\u{0}\u{0}"] {
-        switch.set(move |_| Some(Ok(text.into())));
+        machine.fails(move |_| Some(Ok(text.into())));
         assert_eq!(pids(&host.sample()), VMS, "everything reads {text:?}");
     }
-    switch.off();
+    machine.fails_no_more();
     // What is looked at beside the loop is told until it is looked at again.
     let until = Instant::now() + Duration::from_secs(20);
     let well = std::iter::repeat_with(|| host.sample())
@@ -167,12 +146,12 @@ fn no_kind_of_failing_read_makes_a_vm_forgotten() {
 /// Descriptors run out and come back: each read by itself fails or does not.
 #[test]
 fn reads_that_fail_now_and_then_make_no_vm_forgotten() {
-    let (machine, switch) = (Machine::new(), Switch::default());
-    let mut host = machine.host(switch.root(&machine));
+    let machine = Machine::new();
+    let mut host = machine.host();
     host.sample();
     for seed in 1..40usize {
         let count = AtomicUsize::new(seed);
-        switch.set(move |_| {
+        machine.fails(move |_| {
             let n = count.fetch_add(7, Ordering::Relaxed).wrapping_mul(0x9E37_79B9) >> 7;
             n.is_multiple_of(3).then(|| Err(ERRORS[n / 3 % ERRORS.len()]))
         });
@@ -182,11 +161,11 @@ fn reads_that_fail_now_and_then_make_no_vm_forgotten() {
 
 #[test]
 fn a_vm_found_while_reads_fail_is_whole_once_they_do_not() {
-    let (machine, switch) = (Machine::new(), Switch::default());
-    let mut host = machine.host(switch.root(&machine));
-    switch.set(|path| path.starts_with("/proc/10").then_some(Err(Errno::MFILE)));
+    let machine = Machine::new();
+    let mut host = machine.host();
+    machine.fails(|path| path.starts_with("/proc/10").then_some(Err(Errno::MFILE)));
     assert_eq!(pids(&host.sample()), [11, 12]);
-    switch.off();
+    machine.fails_no_more();
     let sample = host.sample();
     assert_eq!((pids(&sample), vm(&sample, 10).name.as_str()), (VMS.to_vec(), "vm10"));
 }
@@ -195,7 +174,7 @@ fn a_vm_found_while_reads_fail_is_whole_once_they_do_not() {
 fn a_vm_gets_its_plain_name_when_an_older_one_of_that_name_ends() {
     let machine = Machine::new();
     machine.vm(11, "vm10", "machine.slice");
-    let mut host = machine.host(Root::at(machine.dir.path()));
+    let mut host = machine.host();
     let sample = host.sample();
     assert_eq!((vm(&sample, 10).name.as_str(), &vm(&sample, 10).given), ("vm10", &None));
     assert_eq!(vm(&sample, 11).name, "vm10-11");
@@ -209,13 +188,11 @@ fn a_vm_gets_its_plain_name_when_an_older_one_of_that_name_ends() {
 fn listed_vms_are_those_with_a_section_by_name_or_uuid() {
     let machine = Machine::new();
     let uuid = "AAAAAAAA-2222-3333-4444-555555555555";
-    machine.write("proc/12/cmdline", &format!("kvm\0-name\0x\0-uuid\0{uuid}\0"));
+    machine.tree.put("/proc/12/cmdline", format!("kvm\0-name\0x\0-uuid\0{uuid}\0"));
     machine.vm(11, "vm10", "machine.slice");
     let host = |sections: &str| {
         let text = format!("[host]\nvms = \"listed\"\n{sections}");
-        let config = Config::parse("f", &text).unwrap();
-        let (root, trust) = (Root::at(machine.dir.path()), ANYTHING);
-        LinuxHost::new(Options { root, trust, config, ..Options::default() }).unwrap()
+        super::host(&machine.tree, configured(&text))
     };
     let mut other = host("[vm.another]\n");
     let mut host = host(&format!("[vm.vm10]\n[vm.\"uuid:{}\"]\n", uuid.to_lowercase()));
@@ -227,7 +204,7 @@ fn listed_vms_are_those_with_a_section_by_name_or_uuid() {
 fn one_vm_outside_leaves_the_pool() {
     let machine = Machine::new();
     machine.vm(13, "outside", "elsewhere");
-    let mut host = machine.host(Root::at(machine.dir.path()));
+    let mut host = machine.host();
     let sample = host.sample();
     let pool = sample.host.pool.as_ref().unwrap();
     assert_eq!((pool.path.as_str(), pool.limit), ("/machine.slice", Bytes(9_000_000)));
@@ -237,7 +214,7 @@ fn one_vm_outside_leaves_the_pool() {
     machine.vm(14, "outside too", "elsewhere");
     machine.end(10);
     assert_eq!(host.sample().host.pool.unwrap().path, "/machine.slice");
-    fs::remove_dir_all(machine.dir.path().join(SLICE)).unwrap();
+    machine.tree.remove(SLICE);
     assert_eq!(host.sample().host.pool, None, "unless it is gone");
 }
 
@@ -253,7 +230,7 @@ fn every_limit_on_the_way_up_from_a_vm_is_read() {
     let cgroup = |path: &str, files: &[(&str, &str)]| {
         let all = [("memory.current", "70\n"), ("memory.stat", "anon 50\nactive_file 9\n")];
         for (file, text) in all.iter().chain(files) {
-            machine.write(&format!("sys/fs/cgroup/{path}/{file}"), text);
+            machine.tree.put(format!("/sys/fs/cgroup/{path}/{file}"), text);
         }
     };
     machine.vm(20, "a", "tenants.slice/a.slice");
@@ -267,8 +244,7 @@ fn every_limit_on_the_way_up_from_a_vm_is_read() {
     cgroup("tenants.slice/c.slice", &[("memory.max", "300\n")]);
     cgroup("user.slice", &[("memory.swap.max", "60\n"), ("memory.swap.current", "20\n")]);
     cgroup("user.slice/22.scope", &[("memory.max", "9223372036854771712\n")]);
-    let switch = Switch::default();
-    let mut host = machine.host(switch.root(&machine));
+    let mut host = machine.host();
     let sample = host.sample();
     let none = ebb_core::sample::LimitSample::NO_LIMIT.0;
     let all = [
@@ -283,18 +259,18 @@ fn every_limit_on_the_way_up_from_a_vm_is_read() {
     let one = &sample.host.other_limits[1];
     assert_eq!((one.usage, one.anon, one.file), (Bytes(70), Bytes(50), Bytes(9)));
     // What cannot be read is what it was; what is no number is said with its file.
-    let file = "sys/fs/cgroup/tenants.slice/memory.max";
-    machine.write(file, "lots\n");
+    let file = "/sys/fs/cgroup/tenants.slice/memory.max";
+    machine.tree.put(file, "lots\n");
     let sample = host.sample();
     assert_eq!(others(&sample), all);
     let told = sample.problems.iter().find(|p| p.source == "/tenants.slice").unwrap();
     assert!(told.message.contains("tenants.slice/memory.max: line 1: “lots”"), "{told:?}");
-    switch.set(|path| path.ends_with("a.slice/memory.current").then_some(Err(Errno::ACCESS)));
+    machine.fails(|path| path.ends_with("a.slice/memory.current").then_some(Err(Errno::ACCESS)));
     assert_eq!(others(&host.sample()), all);
-    switch.off();
+    machine.fails_no_more();
     // A limit that is taken away, or its cgroup, bounds nothing any more.
-    machine.write(file, "max\n");
-    fs::remove_dir_all(machine.dir.path().join("sys/fs/cgroup/tenants.slice/a.slice")).unwrap();
+    machine.tree.put(file, "max\n");
+    machine.tree.remove("/sys/fs/cgroup/tenants.slice/a.slice");
     assert_eq!(others(&host.sample()), [all[0], all[2], all[4]]);
 }
 
@@ -303,29 +279,28 @@ fn nodes_that_vms_are_bound_to_are_limits() {
     let machine = Machine::new();
     let node = |n: u32, free: u32| {
         let text = format!("Node {n} MemTotal: 500 kB\nNode {n} MemFree: {free} kB\n");
-        machine.write(&format!("sys/devices/system/node/node{n}/meminfo"), &text);
+        machine.tree.put(format!("/sys/devices/system/node/node{n}/meminfo"), text);
     };
-    machine.write("sys/devices/system/node/has_memory", "0-1\n");
+    machine.tree.put("/sys/devices/system/node/has_memory", "0-1\n");
     node(0, 40);
     node(1, 400);
-    machine.write("proc/10/status", "Uid: 0 0 0 0\nRssAnon: 9 kB\nMems_allowed_list:\t0\n");
-    machine.write("proc/11/numa_maps", "55ac bind:1 file=/usr/bin/kvm\n");
-    let switch = Switch::default();
-    let mut host = machine.host(switch.root(&machine));
+    machine.tree.put("/proc/10/status", "Uid: 0 0 0 0\nRssAnon: 9 kB\nMems_allowed_list:\t0\n");
+    machine.tree.put("/proc/11/numa_maps", "55ac bind:1 file=/usr/bin/kvm\n");
+    let mut host = machine.host();
     let sample = host.sample();
     let nodes = |sample: &Sample| VMS.map(|pid| vm(sample, pid).nodes.clone());
     assert_eq!(nodes(&sample), [vec![0], vec![1], vec![]]);
     let limits = [("node 0", 512_000, None), ("node 1", 512_000, None)];
     assert_eq!(others(&sample), limits);
     assert_eq!(sample.host.other_limits[0].usage, Bytes::kib(460));
-    switch.set(|path| {
+    machine.fails(|path| {
         let fails = path.ends_with("numa_maps") || path.ends_with("node1/meminfo");
         fails.then_some(Err(Errno::IO))
     });
     let sample = host.sample();
     assert_eq!((nodes(&sample), others(&sample)), ([vec![0], vec![1], vec![]], limits.to_vec()));
-    switch.off();
-    machine.write("sys/devices/system/node/has_memory", "0\n");
+    machine.fails_no_more();
+    machine.tree.put("/sys/devices/system/node/has_memory", "0\n");
     let sample = host.sample();
     assert_eq!((nodes(&sample), others(&sample)), ([vec![], vec![], vec![]], vec![]));
 }
@@ -334,13 +309,10 @@ fn nodes_that_vms_are_bound_to_are_limits() {
 #[test]
 fn a_vm_that_keeps_its_mmap_lock_does_not_hold_up_a_scan() {
     let machine = Machine::new();
-    machine.write("sys/devices/system/node/has_memory", "0-1\n");
-    machine.write("proc/11/numa_maps", "55ac bind:1 file=/usr/bin/kvm\n");
-    let pipe = machine.dir.path().join("proc/10/numa_maps");
-    let mode = rustix::fs::Mode::from_raw_mode(0o600);
-    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
-    let switch = Switch::default();
-    let mut host = machine.host(switch.root(&machine));
+    machine.tree.put("/sys/devices/system/node/has_memory", "0-1\n");
+    machine.tree.put("/proc/11/numa_maps", "55ac bind:1 file=/usr/bin/kvm\n");
+    let pipe = machine.tree.pipe("/proc/10/numa_maps");
+    let mut host = machine.host();
     let mut nodes = || {
         let sample = host.sample();
         VMS.map(|pid| vm(&sample, pid).nodes.clone())
@@ -348,46 +320,43 @@ fn a_vm_that_keeps_its_mmap_lock_does_not_hold_up_a_scan() {
     for _ in 0..3 {
         assert!(nodes().iter().all(Vec::is_empty));
     }
-    fs::write(&pipe, "").unwrap();
-    fs::remove_file(&pipe).unwrap();
-    machine.write("proc/10/numa_maps", "55ac bind:0 file=/usr/bin/kvm\n");
-    let until = Instant::now() + Duration::from_secs(60);
-    while nodes() != [vec![0], vec![1], vec![]] {
-        assert!(Instant::now() < until, "they are never bound");
-    }
+    std::fs::write(&pipe, "").unwrap();
+    machine.tree.remove("/proc/10/numa_maps");
+    machine.tree.put("/proc/10/numa_maps", "55ac bind:0 file=/usr/bin/kvm\n");
+    eventually(|| nodes() == [vec![0], vec![1], vec![]]);
 }
 
 #[test]
 fn a_cgroup_that_cannot_be_read_is_what_it_was() {
-    let (machine, switch) = (Machine::new(), Switch::default());
-    let mut host = machine.host(switch.root(&machine));
+    let machine = Machine::new();
+    let mut host = machine.host();
     let before = host.sample();
     assert_eq!(before.host.pool.as_ref().unwrap().path, "/machine.slice");
     assert_eq!(before.host.vms_psi.unwrap().some.avg10, 7.0);
     for failing in ["/proc/11/cgroup", "/proc/self/mountinfo", "/sys/fs/cgroup"] {
-        switch.set(move |path| path.starts_with(failing).then_some(Err(Errno::MFILE)));
+        machine.fails(move |path| path.starts_with(failing).then_some(Err(Errno::MFILE)));
         let sample = host.sample();
         assert_eq!(sample.host.pool, before.host.pool, "{failing}");
         assert_eq!(vm(&sample, 11).cgroup.as_deref(), Some("/machine.slice/11.scope"));
         assert!(!sample.problems.is_empty(), "{failing}");
     }
     // A process without the file is on its way out, and in its cgroup until then.
-    switch.set(|path| path.ends_with("11/cgroup").then_some(Err(Errno::SRCH)));
+    machine.fails(|path| path.ends_with("11/cgroup").then_some(Err(Errno::SRCH)));
     assert_eq!(vm(&host.sample(), 11).cgroup.as_deref(), Some("/machine.slice/11.scope"));
 }
 
 #[test]
 fn the_vms_own_stalls_are_those_of_the_cgroup_of_all_of_them() {
     let machine = Machine::new();
-    fs::remove_file(machine.dir.path().join(SLICE).join("memory.max")).unwrap();
-    let mut host = machine.host(Root::at(machine.dir.path()));
+    machine.tree.remove(format!("{SLICE}/memory.max"));
+    let mut host = machine.host();
     let sample = host.sample();
     assert!(sample.host.pool.is_none() && sample.host.vms_psi.unwrap().some.avg10 == 7.0);
     assert_eq!(sample.host.swaps[0].zram.unwrap().used, Bytes(200));
     assert!(sample.host.zswap);
     assert_eq!(vm(&sample, 10).process.unwrap().locked, Bytes::kib(3));
     machine.vm(13, "outside", "elsewhere");
-    machine.write("sys/fs/cgroup/memory.pressure", "some avg10=9 avg60=0 avg300=0 total=1\n");
+    machine.tree.put("/sys/fs/cgroup/memory.pressure", "some avg10=9 avg60=0 avg300=0 total=1\n");
     assert_eq!(host.sample().host.vms_psi, None, "the whole machine's are no VM's own");
 }
 
@@ -397,7 +366,7 @@ fn crowd(path: &str, ended: usize) -> Option<Vec<u8>> {
         ["", "proc"] => (1 + ended..=2_000).map(|pid| format!("{pid}\n")).collect(),
         ["", "proc", "self", "mountinfo"] => "1 1 0:26 / /c rw - cgroup2 cgroup2 rw\n".into(),
         ["", "proc", pid, file] if pid.parse::<usize>().ok()? > ended => match file {
-            "stat" => format!("{pid} (kvm) S{} {pid} 0", " 0".repeat(18)),
+            "stat" => stat(pid.parse().unwrap(), "kvm", 'S', pid.parse().unwrap()),
             "comm" => "kvm\n".into(),
             "cmdline" => "kvm\0-name\0same\0".into(),
             "status" => "Uid: 0 0 0 0\nRssAnon: 9 kB\n".into(),
@@ -421,7 +390,7 @@ fn two_thousand_vms_are_held() {
         let answer = crowd(path.to_str().unwrap(), now.load(Ordering::Relaxed));
         Some(answer.ok_or_else(|| Errno::NOENT.into()))
     }));
-    let mut host = Machine::new().host(root);
+    let mut host = scanning(&root);
     for there in [2_000, 2_000, 1_900] {
         ended.store(2_000 - there, Ordering::Relaxed);
         let sample = host.sample();
@@ -441,10 +410,10 @@ proptest! {
     ) {
         thread_local!(static MACHINE: Machine = Machine::new());
         let known = MACHINE.with(|machine| {
-            let switch = Switch::default();
-            let mut host = machine.host(switch.root(machine));
+            machine.fails_no_more();
+            let mut host = machine.host();
             host.sample();
-            switch.set(move |path| {
+            machine.fails(move |path| {
                 let path = path.as_os_str().as_encoded_bytes();
                 let n = path.iter().fold(salt, |n, b| (n ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
                 match n >> 8 & 3 {
