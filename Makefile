@@ -36,6 +36,9 @@ BOUND := timeout --verbose --kill-after=60 30m
 VM_TESTS = $(BOUND) $(CARGO) test --release --quiet --workspace --test vm -- --test-threads=$(1) $(2) \
   $(SOAK_ONLY:%=--skip %)
 
+# A part of `make test`, and how long it took.
+STEP = begun=$$(date +%s); $(MAKE) --no-print-directory $(1) && echo "make $(1): $$(($$(date +%s) - begun)) s"
+
 # The steps of the handshake left out in turn: pages must be lost. Built apart, so
 # that no agent that can lose pages comes near the real one; hardly optimized, as
 # that compiles in less time.
@@ -97,10 +100,10 @@ vm-build:
 	@$(CARGO) test --release --quiet --workspace --test vm --test vm_qemu --no-run
 
 test: target/.setup lint ## all of it, as CI: check, then the tests on real VMs
-	@$(MAKE) --no-print-directory -j4 $(CHECKS) vm-build
-	@$(MAKE) --no-print-directory check-alone
-	@$(MAKE) --no-print-directory vm-loads
-	@$(MAKE) --no-print-directory -j2 vm-daemons vm-ksm
+	@+$(call STEP,-j4 $(CHECKS) vm-build)
+	@+$(call STEP,check-alone)
+	@+$(call STEP,vm-loads)
+	@+$(call STEP,-j2 vm-daemons vm-ksm)
 
 vm-loads:
 	@$(BOUND) $(CARGO) test --release --quiet --workspace --test vm_qemu

@@ -62,7 +62,7 @@ fuzz_target!(|data: &[u8]| {
             }
             let limit = |path: String| (path.clone(), Some(Bytes(path.len() as u64)));
             let limits: Vec<_> = held.into_iter().map(limit).collect();
-            assert_eq!(cgroup::choose_pool(&limits, None).is_some(), !limits.is_empty());
+            assert_eq!(cgroup::choose_pool(&limits).is_some(), !limits.is_empty());
         }
     }
 });

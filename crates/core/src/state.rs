@@ -253,9 +253,6 @@ impl Memory {
 
     /// Takes in the sample before it is judged: which VMs came, went, rebooted, moved.
     pub fn observe(&mut self, sample: &Sample) {
-        if self.at.is_some_and(|was| sample.at < was) {
-            self.forget_times(sample.at);
-        }
         let known: Vec<VmId> = sample.vms.iter().map(|v| v.id).collect();
         // What was not seen is not gone: a debt is forgotten with its process only.
         self.vms.retain(|v| {
@@ -376,39 +373,6 @@ impl Memory {
         let all_known = model.vms.iter().all(|v| v.outside || v.resident.is_some());
         if model.host.known && all_known && was == self.others_of {
             self.others.see(model.at, model.others());
-        }
-    }
-
-    /// The clock went back (another boot's record, a broken machine): moments are
-    /// forgotten, what is owed is not.
-    fn forget_times(&mut self, now: Stamp) {
-        (self.at, self.notified, self.vmstat) = (None, None, None);
-        (self.beyond_since, self.others) = (None, Recent::default());
-        self.limits.clear();
-        // Counters are not moments: what they have told is not to be told again.
-        let MergeMemory { asked, saved, .. } = self.merge;
-        self.merge = MergeMemory { asked, saved, ..MergeMemory::default() };
-        self.state_since = now;
-        for vm in &mut self.vms {
-            *vm = VmMemory {
-                id: vm.id,
-                name: std::mem::take(&mut vm.name),
-                socket: vm.socket.take(),
-                ledger: Ledger { foreign: vm.ledger.foreign.map(|_| now), ..vm.ledger },
-                reboot: vm.reboot.map(|r| Reboot { wall_s: r.wall_s, ..Reboot::default() }),
-                footprint: vm.footprint,
-                stuck_count: vm.stuck_count,
-                returned: vm.returned,
-                zeros: ZeroMemory { rest_until: None, ..vm.zeros },
-                cold: Cold { since: now, back_until: None, ..vm.cold },
-                merge: merge::VmMergeMemory {
-                    was: vm.merge.was,
-                    asked: vm.merge.asked,
-                    storms: vm.merge.storms,
-                    ..merge::VmMergeMemory::default()
-                },
-                ..VmMemory::default()
-            };
         }
     }
 

@@ -48,9 +48,10 @@ pub trait Host {
     /// Steers KSM and has memory scanned, beside the loop; later samples tell the
     /// result. Called each tick. A host without KSM ignores it.
     fn merge(&mut self, _plan: &MergePlan) {}
-    /// Waits for the next tick, or for something that cannot wait. [`Host::read`] need not ask
-    /// the VMs that rest then; after [`Wake::Event`] it asks all.
-    fn wait(&mut self, next: &Next) -> Wake;
+    /// Waits for the next tick, or for something that cannot wait; `false`: there is no other. At
+    /// its time [`Host::read`] need not ask the VMs that rest then; where it comes early, it asks
+    /// all.
+    fn wait(&mut self, next: &Next) -> bool;
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -73,14 +74,6 @@ impl Next {
     pub fn asks_anew(&self, id: VmId) -> bool {
         !self.rests(id) && self.calm.binary_search(&id).is_err()
     }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wake {
-    Timer,
-    /// Pressure rose or a VM told something: look now.
-    Event,
-    Stop,
 }
 
 /// One tick, whole: what a record holds.

@@ -10,7 +10,7 @@ use ebb_core::policy::admission::{AdmissionRequest, admit, supply};
 use ebb_core::sample::{Sample, VmId};
 use ebb_core::state::Owned;
 use ebb_core::task::StageName;
-use ebb_core::tick::{Engine, Host, Next, Tick, Wake};
+use ebb_core::tick::{Engine, Host, Next, Tick};
 use ebb_core::units::{Bytes, Stamp};
 
 fn engine(reserve_gib: u64, host: &Toy) -> Engine {
@@ -223,7 +223,7 @@ impl Host for SlowDisk {
         self.toy.apply(actions)
     }
 
-    fn wait(&mut self, next: &Next) -> Wake {
+    fn wait(&mut self, next: &Next) -> bool {
         self.toy.wait(next)
     }
 }

@@ -15,7 +15,7 @@ use ebb_core::config::Config;
 use ebb_core::plan::{Action, Outcome};
 use ebb_core::sample::{Link, Sample, VmEvent, VmId};
 use ebb_core::state::Owned;
-use ebb_core::tick::{Engine, Host, Next, Wake};
+use ebb_core::tick::{Engine, Host, Next};
 use ebb_core::units::{Bytes, Stamp};
 
 thread_local! {
@@ -96,7 +96,7 @@ impl Host for Eventful {
         self.toy.apply(actions)
     }
 
-    fn wait(&mut self, next: &Next) -> Wake {
+    fn wait(&mut self, next: &Next) -> bool {
         self.ticks += 1;
         self.toy.wait(next)
     }

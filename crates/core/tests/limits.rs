@@ -6,7 +6,7 @@ use common::{Guest, Toy};
 use ebb_core::config::Config;
 use ebb_core::model::{Limit, Model, Pressure};
 use ebb_core::sample::LimitSample;
-use ebb_core::tick::{Engine, Host, Tick, Wake};
+use ebb_core::tick::{Engine, Host, Tick};
 use ebb_core::units::Bytes;
 
 const GIB: u64 = 1 << 30;
@@ -58,7 +58,7 @@ fn run(host: &mut Toy, engine: &mut Engine, seconds: u64) -> (Vec<Tick>, Model) 
     loop {
         let (tick, model) = engine.step(host);
         ticks.push(tick);
-        if host.wait(&engine.next(&model)) == Wake::Stop || host.now >= end {
+        if !host.wait(&engine.next(&model)) || host.now >= end {
             return (ticks, model);
         }
     }

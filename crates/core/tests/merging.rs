@@ -14,7 +14,7 @@ use ebb_core::sample::{
     ScanSample, VmId, VmSample, Vmstat,
 };
 use ebb_core::state::Owned;
-use ebb_core::tick::{Engine, Host, Next, Wake};
+use ebb_core::tick::{Engine, Host, Next};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
 /// What must hold.
@@ -178,8 +178,8 @@ impl Host for Toy {
         }
     }
 
-    fn wait(&mut self, _: &Next) -> Wake {
-        Wake::Timer
+    fn wait(&mut self, _: &Next) -> bool {
+        true
     }
 }
 

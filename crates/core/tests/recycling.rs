@@ -10,7 +10,7 @@ use ebb_core::plan::{Action, Outcome, Plan, Reclaim};
 use ebb_core::sample::{AgentSample, Link, Sample, VmId};
 use ebb_core::state::Owned;
 use ebb_core::task::StageName;
-use ebb_core::tick::{Engine, Host, Next, Tick, Wake};
+use ebb_core::tick::{Engine, Host, Next, Tick};
 use ebb_core::units::{Bytes, Stamp};
 use ebb_core::wire::{AgentState, Counters, HugePages};
 
@@ -103,7 +103,7 @@ impl Host for Tier {
         }
     }
 
-    fn wait(&mut self, next: &Next) -> Wake {
+    fn wait(&mut self, next: &Next) -> bool {
         self.toy.wait(next)
     }
 }

@@ -54,29 +54,18 @@ const RECORDS: usize = 4;
 const PIECE: usize = 128 << 10;
 
 pub struct Latest {
-    tick: Tick,
-    model: Arc<Model>,
-    memory: Memory,
-    daemon: Daemon,
-    warnings: Vec<String>,
-    state: OnceLock<Arc<State>>,
-    supply: OnceLock<Supply>,
-    metrics: OnceLock<Bytes>,
+    pub tick: Tick,
+    pub model: Arc<Model>,
+    pub memory: Memory,
+    pub daemon: Daemon,
+    /// What is wrong with the configuration beside what the model says.
+    pub warnings: Vec<String>,
+    pub state: OnceLock<Arc<State>>,
+    pub supply: OnceLock<Supply>,
+    pub metrics: OnceLock<Bytes>,
 }
 
 impl Latest {
-    /// `warnings`: what is wrong with the configuration beside what the model says.
-    pub fn new(
-        tick: Tick,
-        model: Arc<Model>,
-        memory: Memory,
-        daemon: Daemon,
-        warnings: Vec<String>,
-    ) -> Latest {
-        let (state, supply, metrics) = Default::default();
-        Latest { tick, model, memory, daemon, warnings, state, supply, metrics }
-    }
-
     pub fn state(&self) -> Arc<State> {
         self.state.get_or_init(|| Arc::new(self.view())).clone()
     }
@@ -218,7 +207,8 @@ fn bind_unix(path: &Path) -> Result<std::os::unix::net::UnixListener> {
 /// Serves until the process ends, in a thread of its own.
 pub fn serve(listeners: Listeners, shared: Shared, inbox: Inbox) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let limits = server::Limits::of_this_process();
+    // On TCP any local user may connect.
+    let (tcp_limit, unix_limit) = (server::limit(8, 64), server::limit(4, 256));
     std::thread::Builder::new().name("http".into()).spawn(move || {
         runtime.block_on(async move {
             let Ok(unix) = tokio::net::UnixListener::from_std(listeners.unix) else { return };
@@ -226,12 +216,12 @@ pub fn serve(listeners: Listeners, shared: Shared, inbox: Inbox) -> Result<()> {
             let on_tcp = async {
                 if let Some(tcp) = tcp {
                     let next = async || Ok(tcp.accept().await?.0);
-                    server::accept(next, on_loopback(shared.clone()), limits.tcp).await;
+                    server::accept(next, on_loopback(shared.clone()), tcp_limit).await;
                 }
             };
             let app = router(shared.clone()).merge(asking(inbox));
             let next = async || Ok(unix.accept().await?.0);
-            tokio::join!(server::accept(next, app, limits.unix), on_tcp);
+            tokio::join!(server::accept(next, app, unix_limit), on_tcp);
         });
     })?;
     Ok(())

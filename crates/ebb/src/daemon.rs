@@ -8,15 +8,14 @@ use anyhow::{Context, Result};
 use ebb_core::config::{Config, HANDS_OFF, INTERVALS, KSM_NOTE, MergeMode};
 use ebb_core::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim};
 use ebb_core::sample::{Link, RunState, Sample, VmId};
-use ebb_core::state::{Owned, OwnedVm};
-use ebb_core::tick::{Host, Next, Wake};
+use ebb_core::state::Owned;
+use ebb_core::tick::{Host, Next};
 use ebb_core::units::{Bytes, Stamp};
-use ebb_host::linux::{LinuxHost, Options, Wake as HostWake};
+use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::trust::TrustRules;
 use ebb_host::waker::Waker;
 use serde::{Deserialize, Serialize};
 
-use crate::give_back::give_back;
 use crate::log::say;
 use crate::reexec;
 use crate::signals::{self, Signals};
@@ -28,8 +27,8 @@ const KICK_AHEAD_MS: u64 = 40;
 const LEAST_TICK_MS: u64 = 150;
 
 pub struct Daemon {
-    host: LinuxHost,
-    state: Option<StateFile>,
+    pub host: LinuxHost,
+    pub state: Option<StateFile>,
     signals: Signals,
     tick_ms: u64,
     read_at: Stamp,
@@ -129,11 +128,6 @@ impl Daemon {
         })
     }
 
-    /// What is owed already was taken over these sockets.
-    pub fn reach_at(&mut self, owned: &Owned) {
-        self.host.reach_at(owned.vms.iter().filter_map(OwnedVm::reached_at));
-    }
-
     /// A signal ends the loop at once.
     pub fn wake_on_signals(&self) -> Result<()> {
         let waker = self.host.waker();
@@ -142,32 +136,6 @@ impl Daemon {
             signals.forever().for_each(|_| waker.wake());
         })?;
         Ok(())
-    }
-
-    /// Gives back until all is seen to have arrived, or the time is up. Returns what is still owed,
-    /// and why.
-    pub fn give_back(&mut self, owed: &Owned, patience: Duration) -> (Vec<OwnedVm>, Vec<String>) {
-        give_back(&mut self.host, owed, patience, self.state.as_mut())
-    }
-
-    /// Leaves with the VMs only what is still owed: QEMU asks the guests for statistics as often as
-    /// before, and libvirt keeps no note.
-    pub fn leave(&mut self, notes: &[(VmId, Option<Bytes>)]) {
-        self.host.restore_intervals();
-        if self.state.is_some() {
-            self.host.note_last(notes);
-        }
-    }
-
-    pub fn release_ksm(&mut self) -> Result<()> {
-        self.host.leave_shared();
-        let said = self.host.release_ksm(Duration::from_secs(5));
-        said.map_err(|e| anyhow::anyhow!("KSM's settings are not put back: {e}"))
-    }
-
-    /// Closes the connections to all VMs; the state file is left.
-    pub fn into_state(self) -> Option<StateFile> {
-        self.state
     }
 
     /// Whether it is to begin anew, and can: a bad configuration is said, and nothing else.
@@ -243,7 +211,7 @@ impl Host for Daemon {
         taken(&self.inbox.wishes)
     }
 
-    fn wait(&mut self, next: &Next) -> Wake {
+    fn wait(&mut self, next: &Next) -> bool {
         let until = next.at;
         // On fast ticks the guests are asked right before, so that the numbers a
         // tick sees are fresh; otherwise QEMU's own interval is good enough.
@@ -251,14 +219,14 @@ impl Host for Daemon {
         let mut kicked = !fast;
         loop {
             if self.signals.stops() || self.prepare_reload() {
-                return Wake::Stop;
+                return false;
             }
             let now = LinuxHost::now();
             let due = if kicked { until } else { Stamp(until.0.saturating_sub(KICK_AHEAD_MS)) };
             if now >= due {
                 if kicked {
                     self.host.rest(&next.resting);
-                    return Wake::Timer;
+                    return true;
                 }
                 self.running.retain(|id| next.asks_anew(*id));
                 self.host.kick_stats(&self.running);
@@ -266,17 +234,10 @@ impl Host for Daemon {
                 continue;
             }
             let left = Duration::from_millis(due.since(LinuxHost::now()));
-            match self.host.wait(Instant::now() + left) {
-                HostWake::Woken if self.signals.any() => {}
-                HostWake::Pressure | HostWake::Event | HostWake::Woken => {
-                    let soonest = self.read_at.plus(LEAST_TICK_MS).min(until);
-                    if LinuxHost::now() < soonest {
-                        let left = soonest.since(LinuxHost::now());
-                        std::thread::sleep(Duration::from_millis(left));
-                    }
-                    return Wake::Event;
-                }
-                HostWake::Timer => {}
+            if self.host.wait(Instant::now() + left) && !self.signals.any() {
+                let soonest = self.read_at.plus(LEAST_TICK_MS).min(until);
+                std::thread::sleep(Duration::from_millis(soonest.since(LinuxHost::now())));
+                return true;
             }
         }
     }

@@ -5,6 +5,8 @@ use ebb_core::model::{Limit, Progress};
 use ebb_core::sample::Link;
 use ebb_core::task::StageName;
 use ebb_core::units::Bytes;
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::view::{Stage, State, Vm};
 
@@ -37,35 +39,11 @@ pub struct Field<T> {
     pub get: fn(&T) -> Option<f64>,
 }
 
-trait Number {
-    fn number(self) -> Option<f64>;
-}
-
-macro_rules! numbers {
-    ($($of:ty, $n:ident: $number:expr;)*) => {$(
-        impl Number for $of {
-            fn number(self) -> Option<f64> {
-                let $n = self;
-                Some($number)
-            }
-        }
-    )*};
-}
-
-numbers! {
-    f64, n: n;
-    u8, n: n.into();
-    u32, n: n.into();
-    u64, n: n as f64;
-    i64, n: n as f64;
-    usize, n: n as f64;
-    bool, n: u8::from(n).into();
-    Bytes, n: n.0 as f64;
-}
-
-impl<T: Number> Number for Option<T> {
-    fn number(self) -> Option<f64> {
-        self?.number()
+/// `None` is not known.
+fn number(v: impl Serialize) -> Option<f64> {
+    match serde_json::to_value(v).ok()? {
+        Value::Bool(b) => Some(u8::from(b).into()),
+        v => v.as_f64(),
     }
 }
 
@@ -84,7 +62,7 @@ macro_rules! fields {
             unit: Unit::$unit,
             kind: Kind::$kind,
             help: $help,
-            get: |$it| Number::number($get),
+            get: |$it| number($get),
         },)*];
     };
 }

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Cursor, Read, Write};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use ebb_core::config::Config;
 use ebb_core::state::Memory;
 pub use ebb_core::text::json_line as line;
@@ -62,19 +62,6 @@ impl Head {
             config: config.clone(),
             memory: memory.clone(),
         }
-    }
-}
-
-#[derive(Clone, Debug)]
-pub enum Line {
-    Head(Box<Head>),
-    Tick(Box<Tick>),
-}
-
-impl Line {
-    fn parse(text: &[u8]) -> serde_json::Result<Line> {
-        let tick = serde_json::from_slice(text).map(|tick| Line::Tick(Box::new(tick)));
-        tick.or_else(|_| serde_json::from_slice(text).map(|head| Line::Head(Box::new(head))))
     }
 }
 
@@ -231,54 +218,38 @@ pub fn unpack<'a>(mut input: impl BufRead + 'a) -> Result<Box<dyn BufRead + 'a>>
     Ok(Box::new(BufReader::with_capacity(1 << 17, Decoder::with_buffer(input)?)))
 }
 
-/// Has every tick of a record decided again by `each`, with the engine as it was;
-/// whether there was anything in it.
+/// Has every tick of a record, packed or not, decided again by `each`, with the engine as it was;
+/// whether there was anything in it. A last line that was cut off (the writer was killed) ends the
+/// record.
 pub fn replay(input: impl BufRead, mut each: impl FnMut(&mut Engine, &Tick)) -> Result<bool> {
-    let mut engine: Option<Engine> = None;
-    read(input, |line| {
-        match line {
-            Line::Head(head) => {
-                let mut fresh = Engine::new(head.config, false);
-                fresh.memory = head.memory;
-                engine = Some(fresh);
-            }
-            Line::Tick(tick) => {
-                let Some(engine) = engine.as_mut() else { bail!("a tick before any head") };
-                each(engine, &tick);
-            }
-        }
-        Ok(())
-    })?;
-    Ok(engine.is_some())
-}
-
-/// Reads a record, packed or not, line by line; an error names the line. A last line
-/// that was cut off (the writer was killed) ends the record.
-pub fn read(input: impl BufRead, mut each: impl FnMut(Line) -> Result<()>) -> Result<usize> {
-    let mut input = unpack(input)?;
-    let mut number = 0;
-    loop {
+    let (mut input, mut engine) = (unpack(input)?, None);
+    for number in 1_u64.. {
         let mut text = Vec::new();
         let read = (&mut input).take(LINE_MOST).read_until(b'\n', &mut text)?;
         if read == 0 {
-            return Ok(number);
+            break;
         }
-        number += 1;
         let whole = text.ends_with(b"\n");
         if !whole && read as u64 == LINE_MOST {
             bail!("line {number} is longer than {LINE_MOST} bytes: not a record of Ebb");
         }
-        match Line::parse(&text) {
-            Ok(Line::Head(h)) if h.ebb_record != FORMAT => bail!(
+        if let Ok(tick) = serde_json::from_slice(&text) {
+            let Some(engine) = &mut engine else { bail!("line {number}: a tick before any head") };
+            each(engine, &tick);
+            continue;
+        }
+        match serde_json::from_slice::<Head>(&text) {
+            Ok(h) if h.ebb_record != FORMAT => bail!(
                 "line {number}: format {} (this ebb reads {FORMAT}): replay it with ebb {}",
                 h.ebb_record,
                 h.version
             ),
-            Ok(parsed) => each(parsed).with_context(|| format!("line {number}"))?,
-            Err(_) if !whole => return Ok(number - 1),
+            Ok(h) => engine.insert(Engine::new(h.config, false)).memory = h.memory,
+            Err(_) if !whole => break,
             Err(_) => bail!("line {number} is neither a head nor a tick: not a record of Ebb"),
         }
     }
+    Ok(engine.is_some())
 }
 
 #[cfg(test)]
@@ -355,6 +326,12 @@ pub mod tests {
         (r, most)
     }
 
+    /// The numbers of a record's ticks.
+    fn numbers(record: &[u8]) -> Result<Vec<u64>> {
+        let mut numbers = Vec::new();
+        replay(record, |_, tick| numbers.push(tick.number)).map(|_| numbers)
+    }
+
     #[test]
     fn the_ring_is_bounded_and_always_starts_with_a_head() {
         // Bytes that cannot be packed, so that it is full soon.
@@ -366,18 +343,9 @@ pub mod tests {
         assert!(most <= MOST + SEGMENT && r.bytes() > MOST / 2, "{most} {}", r.bytes());
         let record = r.record();
         assert!(record.text <= MOST_TEXT);
-        let (mut heads, mut numbers) = (0, Vec::new());
-        let mut first = true;
-        read(&record.unpacked()[..], |l| {
-            match l {
-                Line::Head(_) => heads += 1,
-                Line::Tick(t) => numbers.push(t.number),
-            }
-            assert!(heads == 1 || !first, "a tick before any head");
-            first = false;
-            Ok(())
-        })
-        .unwrap();
+        let text = record.unpacked();
+        let heads = text.split(|b| *b == b'\n').filter(|l| l.starts_with(b"{\"ebb_record")).count();
+        let numbers = numbers(&text).unwrap();
         assert!(heads > 3 && numbers.windows(2).all(|w| w[0] + 1 == w[1]), "none is left out");
         assert_eq!(numbers.last(), Some(&59_999));
     }
@@ -408,17 +376,10 @@ pub mod tests {
         for n in 3..20 {
             r.tick(Stamp(n), &line(&tick(n)));
             let record = r.record();
-            let mut last = 0;
-            let packed = record.frames.concat();
-            let seen = read(&packed[..], |l| {
-                if let Line::Tick(t) = l {
-                    last = t.number;
-                }
-                Ok(())
-            });
-            assert_eq!((seen.unwrap() as u64, last), (n + 2, n), "packed");
+            let whole: Vec<u64> = (0..=n).collect();
+            assert_eq!(numbers(&record.frames.concat()).unwrap(), whole, "packed");
             assert_eq!(record.text, record.clone().unpacked().len() as u64);
-            assert_eq!(read(&record.unpacked()[..], |_| Ok(())).unwrap() as u64, n + 2);
+            assert_eq!(numbers(&record.unpacked()).unwrap(), whole);
         }
     }
 
@@ -428,25 +389,20 @@ pub mod tests {
         text.extend(line(&tick(1)));
         let whole = text.len();
         text.extend(&line(&tick(2))[..20]);
-        let mut n = 0;
-        let count = |n: &mut i32| {
-            *n += 1;
-            Ok(())
-        };
-        assert_eq!(read(&text[..], |_| count(&mut n)).unwrap(), 2);
+        assert_eq!(numbers(&text).unwrap(), [1]);
         text.truncate(whole);
         text.extend(b"{\"a\":1}\n");
-        let said = read(&text[..], |_| Ok(())).unwrap_err().to_string();
+        let said = numbers(&text).unwrap_err().to_string();
         assert!(said.starts_with("line 3 is neither"), "{said}");
         let newer = String::from_utf8(line(&head())).unwrap().replace("record\":1", "record\":9");
-        let said = read(newer.as_bytes(), |_| Ok(())).unwrap_err().to_string();
+        let said = numbers(newer.as_bytes()).unwrap_err().to_string();
         assert!(said.contains("format 9"), "{said}");
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_a_record_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
-            let _ = read(&bytes[..], |_| Ok(()));
+            let _ = numbers(&bytes);
         }
     }
 }

@@ -19,6 +19,7 @@ use anyhow::{Context, Result, bail};
 use ebb_core::config::HANDED_OVER;
 use ebb_core::state::Memory;
 
+use crate::daemon::beside;
 use crate::log;
 
 /// Tells the new program that something was handed over, by which process, its own, and beside
@@ -99,23 +100,19 @@ pub fn execute(memory: &Memory, state_file: Option<&str>, stops: impl Fn() -> bo
         if let Err(e) = hand_over(memory, used) {
             log::say(&format!("what is remembered of VMs is not handed over: {e:#}"));
             log::flush();
-            let _ = std::fs::remove_file(file(used));
+            let _ = std::fs::remove_file(beside(used, HANDED_OVER));
         }
         command.env(VARIABLE, format!("{} {used}", std::process::id()));
     }
     if stops() {
-        let _ = state_file.map(|used| std::fs::remove_file(file(used)));
+        let _ = state_file.map(|used| std::fs::remove_file(beside(used, HANDED_OVER)));
         return Ok(());
     }
     Err(command.exec()).with_context(|| format!("cannot execute {}", program.display()))
 }
 
-fn file(state_file: &str) -> PathBuf {
-    Path::new(state_file).with_file_name(HANDED_OVER)
-}
-
 fn hand_over(memory: &Memory, state_file: &str) -> Result<()> {
-    let path = file(state_file);
+    let path = beside(state_file, HANDED_OVER);
     let write = || -> std::io::Result<()> {
         let mut open = File::options();
         let mut file = open.create(true).truncate(true).write(true).mode(0o600).open(&path)?;
@@ -141,7 +138,7 @@ pub fn handed_over(state_file: &str) -> Option<Memory> {
     let handed = std::env::var(VARIABLE).ok()?;
     // Older versions tell of no file.
     let ours = in_use(&handed).is_some() || handed == std::process::id().to_string();
-    let path = file(state_file);
+    let path = beside(state_file, HANDED_OVER);
     let mut text = Vec::new();
     let read = File::open(&path).and_then(|f| f.take(MOST).read_to_end(&mut text));
     let _ = std::fs::remove_file(&path);
@@ -176,7 +173,7 @@ mod tests {
         let state = state.to_str().unwrap();
         hand_over(&Memory::default(), state).unwrap();
         assert_eq!(handed_over(state), None, "no execution has told of it");
-        assert!(file(state).exists(), "nor is it touched");
+        assert!(beside(state, HANDED_OVER).exists(), "nor is it touched");
         let own = std::process::id();
         assert_eq!(in_use(&format!("{own} /run/a b")), Some("/run/a b".into()));
         assert_eq!(in_use(&format!("{} /run/ab", own + 1)), None);

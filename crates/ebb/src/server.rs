@@ -31,25 +31,13 @@ const NO_DESCRIPTOR: Duration = Duration::from_millis(200);
 /// Heads are smaller, and answers go out in pieces of this.
 const BUFFER: usize = 64 << 10;
 
-/// Connections at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// On TCP, where any local user may connect.
-    pub tcp: usize,
-    /// On the Unix socket.
-    pub unix: usize,
+/// How many connections at once: a small share of what this process may open, and this at most.
+pub fn limit(part: u64, most: u64) -> usize {
+    share(getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX), part, most)
 }
 
-impl Limits {
-    /// Small shares of what this process may open.
-    pub fn of_this_process() -> Limits {
-        Limits::of(getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX))
-    }
-
-    fn of(descriptors: u64) -> Limits {
-        let share = |part: u64, most: u64| (descriptors / part).clamp(1, most) as usize;
-        Limits { tcp: share(8, 64), unix: share(4, 256) }
-    }
+fn share(descriptors: u64, part: u64, most: u64) -> usize {
+    (descriptors / part).clamp(1, most) as usize
 }
 
 /// Serves what comes `next`, for ever.
@@ -205,10 +193,11 @@ mod tests {
 
     #[test]
     fn connections_are_a_small_share_of_the_descriptors() {
-        assert_eq!(Limits::of(64), Limits { tcp: 8, unix: 16 });
-        assert_eq!(Limits::of(1024), Limits { tcp: 64, unix: 256 });
-        assert_eq!(Limits::of(1 << 30), Limits { tcp: 64, unix: 256 });
-        assert_eq!(Limits::of(2), Limits { tcp: 1, unix: 1 });
+        let limits = |descriptors| (share(descriptors, 8, 64), share(descriptors, 4, 256));
+        assert_eq!(limits(64), (8, 16));
+        assert_eq!(limits(1024), (64, 256));
+        assert_eq!(limits(1 << 30), (64, 256));
+        assert_eq!(limits(2), (1, 1));
     }
 
     /// A server with so many connections at once; where it listens.

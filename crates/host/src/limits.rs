@@ -12,7 +12,7 @@ use ebb_core::sample::{HostSample, LimitSample, Problem, Psi, VmId};
 use ebb_core::units::Bytes;
 
 use crate::background_look::BackgroundLook;
-use crate::probe::cgroup::{self, Hierarchy, POOL_STAYS, Previous, Version};
+use crate::probe::cgroup::{self, Hierarchy, Version};
 use crate::probe::numa;
 use crate::probe::psi::parse_psi;
 use crate::root::{ProbeError, Probed, Root};
@@ -23,6 +23,10 @@ const MOST: usize = 1000;
 
 /// How long a scan waits for what VMs are bound to: to read it takes each one's mmap lock.
 const PATIENCE: Duration = Duration::from_millis(200);
+
+/// How long a pool stays chosen, where it still limits anything, after another one would be: VMs
+/// come and go.
+const POOL_STAYS: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Default)]
 pub(crate) struct MemoryLimits {
@@ -172,14 +176,16 @@ impl MemoryLimits {
             let limit = cgroup::read_limit(root, h, &path)?;
             held.push((path, limit));
         }
-        let wanted = cgroup::choose_pool(&held, None);
-        let limit = match &self.pool {
-            Some(path) if wanted != self.pool => cgroup::read_limit(root, h, path)?,
-            _ => None,
+        let wanted = cgroup::choose_pool(&held);
+        let recent =
+            self.confirmed.is_some_and(|at| now.saturating_duration_since(at) < POOL_STAYS);
+        let stays = match &self.pool {
+            Some(path) if recent && wanted != self.pool => {
+                cgroup::read_limit(root, h, path)?.is_some()
+            }
+            _ => false,
         };
-        let age = self.confirmed.map_or(POOL_STAYS, |at| now.saturating_duration_since(at));
-        let previous = self.pool.as_deref().map(|path| Previous { path, limit, age });
-        if cgroup::choose_pool(&held, previous) == wanted {
+        if !stays {
             (self.pool, self.confirmed) = (wanted, Some(now));
         }
         Ok(())
@@ -308,6 +314,30 @@ mod tests {
             assert!(names(vec![&mut free]).is_empty());
             assert!(names(vec![]).is_empty());
         }
+    }
+
+    #[test]
+    fn a_pool_stays_for_a_while_unless_it_limits_nothing_any_more() {
+        let root = tree(&[("/m/s/memory.max", "5\n")]);
+        let start = Instant::now();
+        let after = |limit: &str, vms: &[&str], age: Duration| {
+            root.put("/m/s/a/memory.max", limit);
+            let h = Hierarchy { version: Version::V2, point: "/m".into(), root: "/".into() };
+            let (hierarchy, pool, confirmed) = (Some(h), Some("/s/a".into()), Some(start));
+            let mut limits = MemoryLimits { hierarchy, pool, confirmed, ..MemoryLimits::default() };
+            let vms: Vec<String> = vms.iter().map(|vm| vm.to_string()).collect();
+            limits.choose(&root, start + age, &vms).unwrap();
+            let confirmed = limits.confirmed == Some(start + age);
+            assert_eq!(confirmed, limits.pool.as_deref() != Some("/s/a"));
+            limits.pool
+        };
+        let (soon, late) = (POOL_STAYS - Duration::from_millis(1), POOL_STAYS);
+        let vms = ["/s/b", "/s/c"];
+        assert_eq!(after("9\n", &vms, soon).as_deref(), Some("/s/a"));
+        assert_eq!(after("9\n", &[], soon).as_deref(), Some("/s/a"));
+        assert_eq!(after("9\n", &vms, late).as_deref(), Some("/s"));
+        assert_eq!(after("9\n", &[], late), None);
+        assert_eq!(after("max\n", &vms, Duration::from_secs(1)).as_deref(), Some("/s"));
     }
 
     #[test]

@@ -19,13 +19,12 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ebb_core::config::{AgentUse, Config, MergeConfig, Metadata};
+use ebb_core::config::{AgentUse, Config, Metadata};
 use ebb_core::sample::{
     Claim, HostSample, Ksm, KsmStat, Problem, Sample, VmId, VmSample, ZeroWays,
 };
 use ebb_core::units::{Bytes, Stamp};
 
-use crate::act::ksm::KsmSettings;
 use crate::act::ksm_worker::KsmWorker;
 use crate::act::zeros;
 use crate::act::{self, Background};
@@ -50,7 +49,6 @@ use crate::vm::{Access, Vm, noted, problem};
 use crate::waker::Waker;
 
 pub use self::orders::{ActError, BalloonOrder};
-pub use self::wait::Wake;
 
 /// Most counts of what VMMs hold themselves that are begun in a tick.
 const COUNTS: u32 = 4;
@@ -159,10 +157,9 @@ impl LinuxHost {
         let (hands_off, unread) = HandsOffs::load(options.hands_off.clone(), LinuxHost::now());
         options.stats_interval_s = options.stats_interval_s.max(1);
         let waker = Waker::new()?;
-        let MergeConfig { advisor, hold_khugepaged, zeros, .. } = options.config.merge;
-        let settings = KsmSettings { keep_advisor: advisor, hold_khugepaged };
+        let merge = &options.config.merge;
         let merger = options.ksm_note.as_ref().map(|note| {
-            KsmWorker::new(options.root.clone(), note.clone(), settings, waker.clone())
+            KsmWorker::new(options.root.clone(), note.clone(), merge.clone(), waker.clone())
         });
         let libvirt = Libvirt::new(options.root.clone(), options.trust.containers)?;
         Ok(LinuxHost {
@@ -171,7 +168,7 @@ impl LinuxHost {
             notifications: None,
             notified: None,
             background: act::background(&options.root),
-            zeros: zeros.then(|| zeros::ways(&options.root)),
+            zeros: merge.zeros.then(|| zeros::ways(&options.root)),
             merger,
             mappers: Search::default(),
             other_processes: ksm::OtherProcesses::default(),

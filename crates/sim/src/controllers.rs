@@ -1,6 +1,6 @@
 //! Who is compared: Ebb, as the daemon runs it, and its rivals, on the same world.
 
-use ebb_core::tick::{Engine, Host, Wake};
+use ebb_core::tick::{Engine, Host};
 use serde::Serialize;
 
 use crate::baselines::{
@@ -150,7 +150,7 @@ fn ebb(setup: &Setup, see: &mut dyn FnMut(&World)) -> RunResult {
         let (tick, model) = engine.step(&mut world);
         laws.check(&world, &tick);
         see(&world);
-        if world.wait(&engine.next(&model)) == Wake::Stop {
+        if !world.wait(&engine.next(&model)) {
             return RunResult { score: world.score(), broken: laws.broken };
         }
     }

@@ -24,7 +24,7 @@ pub mod world;
 pub mod worlds;
 
 use ebb_core::model::Model;
-use ebb_core::tick::{Engine, Host, Tick, Wake};
+use ebb_core::tick::{Engine, Host, Tick};
 
 pub use controllers::{CONTROLLERS, Controller};
 pub use scenario::{SCENARIOS, Scenario};
@@ -40,7 +40,7 @@ pub fn run(
     loop {
         let (tick, model) = engine.step(host);
         let go_on = observe(engine, &tick, &model);
-        if !go_on || host.wait(&engine.next(&model)) == Wake::Stop {
+        if !go_on || !host.wait(&engine.next(&model)) {
             return model;
         }
     }

@@ -9,7 +9,7 @@ use ebb_core::config::{Amount, Config, VmSettings};
 use ebb_core::plan::{Action, Outcome, Plan};
 use ebb_core::sample::{Sample, VmId};
 use ebb_core::state::Owned;
-use ebb_core::tick::{Host, Next, Wake};
+use ebb_core::tick::{Host, Next};
 use ebb_core::units::{Bytes, Stamp};
 
 use crate::demand::Curve;
@@ -394,7 +394,7 @@ impl Host for World {
     }
 
     /// As the daemon does: guests are asked right before a fast look, but for those that rest.
-    fn wait(&mut self, next: &Next) -> Wake {
+    fn wait(&mut self, next: &Next) -> bool {
         let until_ms = next.at.0.saturating_sub(EPOCH_MS).max(self.at_ms + 1);
         self.asked_every_ms = EBB_ASKS_MS;
         if until_ms - self.looked_ms <= FAST_MS {
@@ -408,6 +408,6 @@ impl Host for World {
             }
         }
         self.pass(until_ms - self.at_ms);
-        if self.over() { Wake::Stop } else { Wake::Timer }
+        !self.over()
     }
 }

@@ -4,7 +4,7 @@ use ebb_core::model::Model;
 use ebb_core::plan::{Action, Outcome};
 use ebb_core::sample::{Meminfo, Sample, VmId};
 use ebb_core::state::Owned;
-use ebb_core::tick::{Engine, Host, Next, Tick, Wake};
+use ebb_core::tick::{Engine, Host, Next, Tick};
 use ebb_core::units::{Bytes, Stamp};
 use ebb_sim::compare::in_parallel;
 use ebb_sim::demand::{Curve, Need};
@@ -84,7 +84,7 @@ proptest! {
         let mut engine = Engine::new(setup.config(), false);
         while world.at_ms() < at_s * 1000 {
             let (_, model) = engine.step(&mut world);
-            if world.wait(&engine.next(&model)) == Wake::Stop {
+            if !world.wait(&engine.next(&model)) {
                 break;
             }
         }
@@ -120,8 +120,8 @@ impl Host for Twin {
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {
         actions.iter().map(|a| Outcome { vm: a.vm, ..Outcome::default() }).collect()
     }
-    fn wait(&mut self, _: &Next) -> Wake {
-        Wake::Stop
+    fn wait(&mut self, _: &Next) -> bool {
+        false
     }
 }
 

@@ -39,7 +39,7 @@ use crate::sys::{self, Mapping, Range, VECTOR_MAX};
 const PIECE: u64 = 128 << 10;
 /// The pages whose lines are copied at a time.
 const PIECE_LINES: u64 = (VECTOR_MAX / LINES) as u64 * PAGE;
-/// The buffer is one huge page, where the kernel has one: see [`sys::copy_as_is`].
+/// The buffer is one huge page, where the kernel has one: see [`sys::copy`].
 const BUFFER: usize = 2 << 20;
 /// After this time without a question the buffer is given back.
 const IDLE: Duration = Duration::from_secs(1);
@@ -186,15 +186,15 @@ impl Served {
         }
         let Some(buffer) = self.buffer.as_mut().map(Mapping::bytes_mut) else { return };
         let of_page = |n: u64| key.lines().map(|at| n * PAGE + at as u64);
-        let line = |start| Range { start, len: LINE as u64 };
-        let (size, copied) = match lines {
-            true => {
-                let places = numbers(piece).flat_map(of_page).map(line);
-                (LINES * LINE, sys::copy_as_is(places, buffer))
-            }
-            false => (PAGE as usize, sys::copy_as_is(piece.iter().copied(), buffer)),
+        let mut places = Vec::with_capacity(VECTOR_MAX);
+        let size = if lines {
+            places.extend(numbers(piece).flat_map(of_page).map(|at| sys::place(at, LINE)));
+            LINES * LINE
+        } else {
+            places.extend(piece.iter().map(|p| sys::place(p.start, p.len as usize)));
+            PAGE as usize
         };
-        let copied = copied.unwrap_or(0);
+        let copied = sys::copy(&places, buffer, false).unwrap_or(0);
         let mut next = numbers(next);
         for (number, bytes) in numbers(piece).zip(buffer[..copied].chunks_exact(size)) {
             match next.next() {

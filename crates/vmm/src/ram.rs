@@ -115,7 +115,7 @@ impl Ram {
 
     pub fn read(&self, gpa: u64, to: &mut [u8]) -> Option<()> {
         let hva = self.hva(gpa, to.len() as u64)?;
-        sys::copy_from(&[(hva, to.len())], to).ok()
+        sys::copy_from(&[sys::place(hva, to.len())], to).ok()
     }
 
     /// Copies the first bytes of pages, `N` of each. `gently`: pages that are merged stay
@@ -133,7 +133,7 @@ impl Ram {
                 one.try_for_each(|(to, page)| memory.read_exact_at(to, page.start))?;
             }
             None => {
-                let places: Vec<(u64, usize)> = pages.iter().map(|p| (p.start, N)).collect();
+                let places: Vec<_> = pages.iter().map(|p| sys::place(p.start, N)).collect();
                 sys::copy_from(&places, starts.as_flattened_mut())?;
             }
         }

@@ -107,17 +107,9 @@ fn listen(path: &Path) -> Result<OwnedFd> {
 #[derive(Debug, Default)]
 pub struct Session {
     lines: Lines,
-    arrived: Arrived,
-}
-
-/// Descriptors that came since the last request that takes one; one is meant for the next.
-#[derive(Debug, Default)]
-enum Arrived {
-    #[default]
-    None,
-    One(OwnedFd),
-    /// All were closed.
-    Many,
+    /// Descriptors that came since the last request that takes one, the first two: one is meant for
+    /// the next.
+    arrived: Vec<OwnedFd>,
 }
 
 impl Session {
@@ -145,12 +137,11 @@ impl Session {
         fed.is_ok()
     }
 
-    /// A descriptor came. More than one before a request that takes one are closed.
+    /// A descriptor came.
     pub fn arrive(&mut self, fd: OwnedFd) {
-        self.arrived = match self.arrived {
-            Arrived::None => Arrived::One(fd),
-            Arrived::One(_) | Arrived::Many => Arrived::Many,
-        };
+        if self.arrived.len() < 2 {
+            self.arrived.push(fd);
+        }
     }
 
     fn execute(
@@ -160,15 +151,12 @@ impl Session {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> ReplyResult {
         let takes_one = matches!(command, Command::Attach(_) | Command::Hashes);
-        let descriptor = match takes_one.then(|| std::mem::take(&mut self.arrived)) {
-            Some(Arrived::Many) => {
-                agent.detach();
-                return no("several descriptors came, one is taken: all were closed");
-            }
-            Some(Arrived::One(fd)) => Some(fd),
-            Some(Arrived::None) | None => None,
-        };
-        match agent.execute(command, descriptor, interrupt) {
+        let mut arrived = if takes_one { std::mem::take(&mut self.arrived) } else { Vec::new() };
+        if arrived.len() > 1 {
+            agent.detach();
+            return no("several descriptors came, one is taken: all were closed");
+        }
+        match agent.execute(command, arrived.pop(), interrupt) {
             Ok(answer) => ReplyResult::Ok(answer),
             Err(refusal) => ReplyResult::Error(refusal),
         }

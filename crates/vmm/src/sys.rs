@@ -114,38 +114,30 @@ impl Uffd {
 }
 
 /// A place of our memory, for a vectored call.
-fn place(start: u64, len: usize) -> iovec {
+pub fn place(start: u64, len: usize) -> iovec {
     iovec { iov_base: start as *mut libc::c_void, iov_len: len }
 }
 
 /// Copies from several places of our own memory, in their order, into one
-/// buffer. Whole or an error: what is not mapped is one.
-pub fn copy_from(places: &[(u64, usize)], to: &mut [u8]) -> Result<()> {
-    let all = places.iter().map(|(start, len)| place(*start, *len));
-    let mut few = [place(0, 0); 4];
-    let many: Vec<iovec>;
-    let list = if places.len() <= few.len() {
-        few.iter_mut().zip(all).for_each(|(slot, place)| *slot = place);
-        &few[..places.len()]
-    } else {
-        many = all.collect();
-        &many[..]
-    };
-    match copy(list, to, true)? {
-        n if n == places.iter().map(|p| p.1).sum::<usize>() => Ok(()),
-        _ => Err(Error::from_raw_os_error(libc::EFAULT)),
-    }
+/// buffer of their size. Whole or an error: what is not mapped is one.
+pub fn copy_from(places: &[iovec], to: &mut [u8]) -> Result<()> {
+    let whole = copy(places, to, true)? == to.len();
+    whole.then_some(()).ok_or_else(|| Error::from_raw_os_error(libc::EFAULT))
 }
 
-/// Copies from places into one buffer, of which the kernel pins the former (`pins`) or the latter;
-/// returns bytes copied from the front.
-fn copy(list: &[iovec], to: &mut [u8], pins: bool) -> Result<usize> {
-    let total = list.iter().map(|p| p.iov_len).sum();
-    if total > to.len() || list.len() > VECTOR_MAX {
+/// Copies from several places of our own memory, in their order, into one buffer; returns
+/// bytes copied from the front, which end at the first place that cannot be read.
+///
+/// The kernel follows our page tables on one side, as our own loads and stores would, and what is
+/// not mapped is no fault of ours; the other side it pins. Where it pins the places (`pins`), that
+/// breaks merges. To pin `to` costs little where that is a huge page.
+pub fn copy(places: &[iovec], to: &mut [u8], pins: bool) -> Result<usize> {
+    let total = places.iter().map(|p| p.iov_len).sum();
+    if total > to.len() || places.len() > VECTOR_MAX {
         return Err(Error::from_raw_os_error(libc::EINVAL));
     }
     let to = iovec { iov_base: to.as_mut_ptr().cast(), iov_len: total };
-    let (from, count) = (list.as_ptr(), list.len() as c_ulong);
+    let (from, count) = (places.as_ptr(), places.len() as c_ulong);
     // SAFETY: `to` is exclusively ours and long enough; the other places are only read, by
     // the kernel, which checks every address.
     let n = unsafe {
@@ -164,18 +156,6 @@ pub fn store_u64(address: u64, value: u64) {
     // header page, read a moment ago), which no VMM unmaps while it runs; the
     // guest's accesses to it are as atomic as this one.
     unsafe { (*(address as *const AtomicU64)).store(value, SeqCst) }
-}
-
-/// Copies from several places of our own memory, in their order, into one buffer; returns
-/// bytes copied from the front, which end at the first place that cannot be read.
-///
-/// The kernel follows our page tables, as our own loads would: nothing is pinned, which
-/// would break merges, and what is not mapped is no fault of ours. What it pins is `to`,
-/// and that costs little where that is a huge page.
-pub fn copy_as_is(places: impl Iterator<Item = Range>, to: &mut [u8]) -> Result<usize> {
-    let mut list = Vec::with_capacity(VECTOR_MAX);
-    list.extend(places.map(|p| place(p.start, p.len as usize)));
-    copy(&list, to, false)
 }
 
 /// Hints to the processor to fetch these bytes into its cache; does nothing where nothing
@@ -257,7 +237,8 @@ pub fn cold(range: Range) -> Result<()> {
     advise(range, libc::MADV_COLD)
 }
 
-/// Whether this process gets no transparent huge pages (`PR_SET_THP_DISABLE`).
+/// Whether this process gets no transparent huge pages (`PR_SET_THP_DISABLE`). 3 means that it
+/// gets those it asks for (Linux 6.18), as the probe does.
 pub fn huge_pages_are_off() -> bool {
     // SAFETY: asks for a flag; reads and writes no memory.
     unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) == 1 }

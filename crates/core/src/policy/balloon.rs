@@ -299,11 +299,15 @@ fn relieve(
         // What the asking VMs take is in their wishes.
         let others = model.vms.iter().enumerate().filter(|(i, _)| poor.binary_search(i).is_err());
         let others = others.map(|(_, vm)| vm).filter(|vm| !vm.outside);
+        let limit = &model.host.shown;
         let fund = Fund {
+            headroom: (!model.host.limits.is_empty()).then_some(limit.headroom),
+            swap_left: limit.swap_left,
+            reserve: limit.reserve,
             outstanding: others.clone().map(|vm| vm.outstanding).sum(),
             spoken_for: others.map(spoken_for).sum(),
             keep: allot.keep_by_cache,
-            ..Fund::of(&model.host)
+            calm: limit.state <= Pressure::Soft,
         };
         let grants = grant(&fund, &asked);
         deferred.push(grants.iter().map(|g| g.deferred).sum());
@@ -485,7 +489,7 @@ fn on_request(
         let idle = idle(model.at, base, keep, g, m);
         candidates.push(priced(vm, g, index, (base, idle, idle)));
     }
-    share_out(&mut candidates, request.bytes.unwrap_or(Bytes(u64::MAX)));
+    share_out(&mut candidates, request.bytes.unwrap_or(Bytes(u64::MAX)), |_| 1.0);
     for c in candidates {
         let to = round_up(c.base - c.share);
         let taken = matches!(verdicts[c.index], Some(Verdict::Set { .. }));

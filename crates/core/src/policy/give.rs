@@ -15,7 +15,6 @@
 //! divided by weight, and what one does not want falls to the others. Of swap one guest gets half
 //! at most, where others want some too.
 
-use crate::model::{HostModel, Pressure};
 use crate::units::Bytes;
 
 /// What share of the reserve the second part does not touch: the mark of critical.
@@ -87,21 +86,6 @@ pub struct Fund {
     pub keep: Bytes,
     /// The host is clear or soft.
     pub calm: bool,
-}
-
-impl Fund {
-    /// What there is for the VMs below the limit that is shown as the host, if nothing was given to
-    /// others.
-    pub fn of(host: &HostModel) -> Fund {
-        let limit = &host.shown;
-        Fund {
-            headroom: (!host.limits.is_empty()).then_some(limit.headroom),
-            swap_left: limit.swap_left,
-            reserve: limit.reserve,
-            calm: limit.state <= Pressure::Soft,
-            ..Fund::default()
-        }
-    }
 }
 
 /// Divides what there is among the wishes; grants in their order.

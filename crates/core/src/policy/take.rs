@@ -112,7 +112,7 @@ pub(super) fn take(
     let by_cache = if late { missing.all } else { missing.by_cache };
     let mut shares = Vec::new();
     for part in [by_cache, missing.all] {
-        share_out_by(&mut candidates, part - arriving, |c| c.yields);
+        share_out(&mut candidates, part - arriving, |c| c.yields);
         shares = candidates.iter().map(|c| c.share).collect();
         if !urgent {
             lump(&mut candidates);
@@ -361,13 +361,13 @@ pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, rate: f64) -> Byte
 }
 
 /// Lowers the highest prices until what is missing is found or each gives what it can:
-/// the level is searched by halving, which is exact to a few bytes.
-pub(super) fn share_out(candidates: &mut [Candidate], missing: Bytes) {
-    share_out_by(candidates, missing, |_| 1.0);
-}
-
-/// The same where of each byte of a candidate only the share `counts` counts.
-fn share_out_by(candidates: &mut [Candidate], missing: Bytes, counts: impl Fn(&Candidate) -> f64) {
+/// the level is searched by halving, which is exact to a few bytes. Of each byte of a candidate
+/// only the share `counts` counts.
+pub(super) fn share_out(
+    candidates: &mut [Candidate],
+    missing: Bytes,
+    counts: impl Fn(&Candidate) -> f64,
+) {
     if missing < Bytes::mib(1) || candidates.is_empty() {
         return;
     }
@@ -426,7 +426,7 @@ mod tests {
     }
 
     fn shares(mut all: Vec<Candidate>, missing: u64) -> Vec<u64> {
-        share_out(&mut all, Bytes::mib(missing));
+        share_out(&mut all, Bytes::mib(missing), |_| 1.0);
         all.iter().map(|c| (c.share.0 + (1 << 19)) >> 20).collect()
     }
 
@@ -445,9 +445,9 @@ mod tests {
     fn where_what_the_host_holds_counts_more_is_taken_of_those_that_hold_little() {
         let mut all = vec![candidate(1.0, 0, 800, 800)];
         all[0].yields = 0.25;
-        share_out_by(&mut all, Bytes::mib(100), |c| c.yields);
+        share_out(&mut all, Bytes::mib(100), |c| c.yields);
         assert!(all[0].share.abs_diff(Bytes::mib(400)) < Bytes::mib(1), "{}", all[0].share);
-        share_out_by(&mut all, Bytes::mib(900), |c| c.yields);
+        share_out(&mut all, Bytes::mib(900), |c| c.yields);
         assert_eq!(all[0].share, Bytes::mib(800), "all that there is");
     }
 
@@ -531,7 +531,7 @@ mod tests {
     #[test]
     fn many_small_shares_become_few_that_are_worth_an_order() {
         let lumped = |mut all: Vec<Candidate>, missing| {
-            share_out(&mut all, Bytes::mib(missing));
+            share_out(&mut all, Bytes::mib(missing), |_| 1.0);
             lump(&mut all);
             all.iter().map(|c| (c.share.0 + (1 << 19)) >> 20).collect::<Vec<u64>>()
         };
@@ -552,7 +552,7 @@ mod tests {
         ) {
             let mut all: Vec<Candidate> =
                 sizes.iter().map(|(w, s, i, m)| candidate(*w, *s, *i, (*m).min(*i))).collect();
-            share_out(&mut all, Bytes::mib(missing));
+            share_out(&mut all, Bytes::mib(missing), |_| 1.0);
             let total: Bytes = all.iter().map(|c| c.share).sum();
             let can: Bytes = all.iter().map(|c| c.most).sum();
             prop_assert!(total <= Bytes::mib(missing));

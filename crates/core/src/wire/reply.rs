@@ -171,8 +171,6 @@ pub struct Recycled {
     /// Given back; all of it was held before.
     pub bytes: Bytes,
     pub runs: u64,
-    /// Pages that the second reading found taken.
-    pub saved_pages: u64,
     pub splits: u64,
     pub ns: u64,
     /// Of that, how long windows were open.

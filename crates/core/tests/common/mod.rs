@@ -11,7 +11,7 @@ use ebb_core::sample::{
     Sample, VmId, VmSample,
 };
 use ebb_core::state::{Owned, OwnedVm};
-use ebb_core::tick::{Host, Next, Wake};
+use ebb_core::tick::{Host, Next};
 use ebb_core::units::{Bytes, Stamp};
 
 /// A guest that follows its balloon at a constant speed.
@@ -202,12 +202,12 @@ impl Host for Toy {
         actions.iter().map(&mut one).collect()
     }
 
-    fn wait(&mut self, next: &Next) -> Wake {
+    fn wait(&mut self, next: &Next) -> bool {
         while self.now < next.at.0 {
             let ms = (next.at.0 - self.now).min(50);
             self.now += ms;
             self.guests.iter_mut().for_each(|g| g.live(ms));
         }
-        if self.now >= self.until { Wake::Stop } else { Wake::Timer }
+        self.now < self.until
     }
 }

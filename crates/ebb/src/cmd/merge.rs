@@ -74,7 +74,7 @@ pub fn main(config: &Config, what: What) -> Result<bool> {
             }
             let limits = Limits { cores, ..Limits::default() };
             let threads = threads.map(|t| t as usize);
-            let options = Options { threads, limits, idle: !hurry, ..Options::default() };
+            let options = Options { threads, limits, hurry, ..Options::default() };
             report(config, &vm, full, &options, json)
         }
         What::On { vm, .. } if steered(config)?.is_some() => tell_daemon(config, &vm, true),

@@ -7,8 +7,8 @@ use anyhow::{Context, Result};
 use ebb_core::config::{Config, KSM_NOTE, MergeMode};
 use ebb_core::model::Model;
 use ebb_core::plan::Plan;
-use ebb_core::state::Owned;
-use ebb_core::tick::{Engine, Host, Wake};
+use ebb_core::state::{Owned, OwnedVm};
+use ebb_core::tick::{Engine, Host};
 use ebb_host::act::ksm::{KsmOwner, describe};
 use ebb_host::probe::process;
 use ebb_host::root::Root;
@@ -17,6 +17,7 @@ use sd_notify::NotifyState;
 use crate::api::{self, Shared};
 use crate::cmd::merge;
 use crate::daemon::{Daemon, beside};
+use crate::give_back::give_back;
 use crate::log::{self, say};
 use crate::observer::Observer;
 use crate::recorder::Head;
@@ -29,6 +30,8 @@ use crate::state::StateFile;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The same for closing VMs to KSM at the end: what is merged is copied then.
 const MARKS: Duration = Duration::from_secs(12);
+/// The same for putting KSM's settings back.
+const KSM: Duration = Duration::from_secs(5);
 /// How often Ebb tries to listen on a socket that could not be used.
 const BIND_AGAIN: Duration = Duration::from_secs(60);
 
@@ -63,7 +66,8 @@ pub fn main(
     }
     let mut daemon = Daemon::new(&config, state, signals.clone())?;
     daemon.wake_on_signals()?;
-    daemon.reach_at(&owned);
+    // What is owed already was taken over these sockets.
+    daemon.host.reach_at(owned.vms.iter().filter_map(OwnedVm::reached_at));
     let mut engine = Engine::new(config.clone(), dry_run);
     match &remembered {
         Some(_) => say("begun anew: what was remembered is taken over"),
@@ -94,7 +98,7 @@ pub fn main(
         if dry_run { "; dry run: nothing is changed" } else { "" }
     ));
     let _ = sd_notify::notify(&[NotifyState::Ready]);
-    while daemon.wait(&engine.next(&model)) != Wake::Stop {
+    while daemon.wait(&engine.next(&model)) {
         let (tick, next) = engine.step(&mut daemon);
         model = Arc::new(next);
         observer.observe(&engine, tick, &model);
@@ -196,12 +200,21 @@ fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     if !owed.vms.is_empty() {
         say(&format!("stopping: {} balloons are given back", owed.vms.len()));
     }
-    let (vms, mut failures) = daemon.give_back(&owed, PATIENCE);
+    let (host, mut state) = (&mut daemon.host, daemon.state.take());
+    let (vms, mut failures) = give_back(host, &owed, PATIENCE, state.as_mut());
     owed.vms = vms;
-    daemon.leave(&engine.memory.notes(&owed.vms));
-    failures.extend(daemon.release_ksm().err().map(|e| e.to_string()));
-    // VMs are closed and opened through the sockets that the daemon closes here.
-    let mut state = daemon.into_state();
+    // The VMs are left with what is still owed alone: QEMU asks the guests for statistics as
+    // often as before, and libvirt keeps no note.
+    host.restore_intervals();
+    if state.is_some() {
+        host.note_last(&engine.memory.notes(&owed.vms));
+    }
+    host.leave_shared();
+    if let Err(e) = host.release_ksm(KSM) {
+        failures.push(format!("KSM's settings are not put back: {e}"));
+    }
+    // VMs are closed and opened through the sockets that this closes.
+    drop(daemon);
     let (marks, failed) = merge::put_back(&engine.config, &owed.marks, MARKS);
     owed.marks = marks;
     failures.extend(failed);

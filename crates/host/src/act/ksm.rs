@@ -14,6 +14,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use ebb_core::config::MergeConfig;
 use ebb_core::policy::merge::KsmdOrder;
 use ebb_core::sample::KsmStat;
 use ebb_core::units::Bytes;
@@ -72,22 +73,13 @@ pub enum KsmError {
     NoRoomBelow { cgroup: String, needed: Bytes, left: Bytes },
 }
 
-/// How the kernel's advisor and khugepaged are treated.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KsmSettings {
-    /// The operator prefers the kernel's advisor: `ksmd`'s speed is left to it.
-    pub keep_advisor: bool,
-    /// khugepaged is kept from copying what is merged, or is a hole, into huge pages.
-    pub hold_khugepaged: bool,
-}
-
 /// KSM's knobs in Ebb's hands. [`KsmOwner::release`] puts them back.
 #[derive(Debug)]
 pub struct KsmOwner {
     root: Root,
     state: PathBuf,
     saved: BTreeMap<String, String>,
-    settings: KsmSettings,
+    config: MergeConfig,
     /// Held as long as the knobs are: what is written down is not another's to put back.
     _lock: fs::File,
 }
@@ -111,18 +103,18 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> KsmError {
 
 impl KsmOwner {
     /// Writes down what is set (or takes over what a crashed Ebb wrote down), in
-    /// the file `state`. Of what the crashed Ebb had set, knobs that these settings leave to others
+    /// the file `state`. Of what the crashed Ebb had set, knobs that are left to others now
     /// are put back; nothing else is changed yet.
-    pub fn take(root: Root, state: &Path, settings: KsmSettings) -> Result<KsmOwner, KsmError> {
+    pub fn take(root: Root, state: &Path, config: MergeConfig) -> Result<KsmOwner, KsmError> {
         if !root.path(format!("{DIR}/run")).exists() {
             return Err(KsmError::None);
         }
         let (saved, lock) = (BTreeMap::new(), lock(state)?);
-        let mut owner = KsmOwner { root, state: state.into(), saved, settings, _lock: lock };
+        let mut owner = KsmOwner { root, state: state.into(), saved, config, _lock: lock };
         // What an earlier one had not taken is as it was.
         let mut saved = owner.written()?.unwrap_or_default();
         let known = saved.len();
-        let held: &[&'static str] = if settings.hold_khugepaged { &KHUGEPAGED } else { &[] };
+        let held: &[&'static str] = if owner.config.hold_khugepaged { &KHUGEPAGED } else { &[] };
         for &knob in KNOBS.iter().chain(held) {
             // Old kernels lack some: Ebb does without.
             let Some(value) = owner.read(knob)? else { continue };
@@ -133,10 +125,10 @@ impl KsmOwner {
             durable::replace(state, &saved).map_err(failed(state))?;
         }
         owner.saved = saved;
-        if !settings.hold_khugepaged {
+        if !owner.config.hold_khugepaged {
             KHUGEPAGED.iter().try_for_each(|knob| owner.leave(knob, "0"))?;
         }
-        if settings.keep_advisor {
+        if owner.config.advisor {
             owner.leave("advisor_mode", "none")?;
         }
         Ok(owner)
@@ -156,7 +148,7 @@ impl KsmOwner {
         if !state.exists() {
             return Ok(false);
         }
-        KsmOwner::take(root, state, KsmSettings::default())?.release().map(|()| true)
+        KsmOwner::take(root, state, MergeConfig::default())?.release().map(|()| true)
     }
 
     /// What `ksmd` is to do. Only knobs that differ are written.
@@ -165,10 +157,10 @@ impl KsmOwner {
         // With it a late duplicate of an aged page is never found.
         self.set("smart_scan", "0")?;
         self.set("use_zero_pages", "1")?;
-        if self.settings.hold_khugepaged {
+        if self.config.hold_khugepaged {
             KHUGEPAGED.iter().try_for_each(|knob| self.set(knob, "0"))?;
         }
-        if !self.settings.keep_advisor {
+        if !self.config.advisor {
             self.set("advisor_mode", "none")?;
         }
         self.speed(*batch, *sleep_ms)?;
@@ -177,7 +169,7 @@ impl KsmOwner {
 
     /// How fast `ksmd` works; the operator's advisor decides on the batch itself.
     pub fn speed(&self, batch: u64, sleep_ms: u64) -> Result<(), KsmError> {
-        if !self.settings.keep_advisor {
+        if !self.config.advisor {
             self.set("pages_to_scan", &batch.to_string())?;
         }
         self.set("sleep_millisecs", &sleep_ms.max(1).to_string())
@@ -322,7 +314,7 @@ pub(super) mod tests {
     }
 
     fn take(root: &Root) -> KsmOwner {
-        KsmOwner::take(root.clone(), &note(root), KsmSettings::default()).unwrap()
+        KsmOwner::take(root.clone(), &note(root), MergeConfig::default()).unwrap()
     }
 
     fn recover(root: &Root) -> Result<bool, KsmError> {
@@ -405,7 +397,7 @@ pub(super) mod tests {
         assert_eq!(values(&root), ["0", "100", "20"]);
         let root = tree(&[]);
         root.dir(DIR);
-        let none = KsmOwner::take(root.clone(), &note(&root), KsmSettings::default()).unwrap_err();
+        let none = KsmOwner::take(root.clone(), &note(&root), MergeConfig::default()).unwrap_err();
         assert!(matches!(none, KsmError::None), "{none}");
     }
 
@@ -413,7 +405,7 @@ pub(super) mod tests {
     fn an_operators_advisor_keeps_the_speed() {
         let root =
             tree(&[("run", "0"), ("advisor_mode", "none [scan-time]"), ("pages_to_scan", "500")]);
-        let settings = KsmSettings { keep_advisor: true, ..KsmSettings::default() };
+        let settings = MergeConfig { advisor: true, ..MergeConfig::default() };
         let owner = KsmOwner::take(root.clone(), &note(&root), settings).unwrap();
         owner.apply(&order(7)).unwrap();
         assert_eq!(values(&root), ["1", "none [scan-time]", "500"]);
@@ -439,7 +431,7 @@ pub(super) mod tests {
         let root = tree(&USUAL);
         for text in ["{", "{}", "[]"] {
             root.put("/ebb/ksm.json", text);
-            let taken = KsmOwner::take(root.clone(), &note(&root), KsmSettings::default());
+            let taken = KsmOwner::take(root.clone(), &note(&root), MergeConfig::default());
             let error = taken.unwrap_err().to_string();
             assert!(error.contains("is damaged") && error.contains("remove the file"), "{error}");
             assert!(note(&root).exists());
@@ -498,7 +490,7 @@ pub(super) mod tests {
         root.put(knob("max_ptes_shared"), "256\n");
         root.put(knob("max_ptes_none"), "511\n");
         let take = |hold_khugepaged| {
-            let settings = KsmSettings { hold_khugepaged, ..KsmSettings::default() };
+            let settings = MergeConfig { hold_khugepaged, ..MergeConfig::default() };
             let owner = KsmOwner::take(root.clone(), &note(&root), settings).unwrap();
             owner.apply(&order(9)).unwrap();
             owner

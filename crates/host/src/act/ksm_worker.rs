@@ -12,13 +12,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use ebb_core::config::MergeConfig;
 use ebb_core::plan::ScanOrder;
 use ebb_core::policy::merge::{Block, Candidates, KsmdOrder, ranges};
 use ebb_core::range::parts;
 use ebb_core::sample::{ScanSample, VmId};
 use ebb_core::units::{Bytes, PAGE, Stamp};
 
-use super::ksm::KsmSettings;
 use super::ksmd_throttle::KsmdThrottle;
 use super::vm_mergeable::{KsmState, LEAST_RAM, ksm_state};
 use super::worker;
@@ -30,7 +30,9 @@ use crate::scan::memory_limit::{one_in, room};
 use crate::scan::rate_limit::thread_cpu;
 use crate::scan::readers::Readers;
 use crate::scan::sampling::estimate;
-use crate::scan::{Changes, Dial, Found, Limits, Options, Scan, ScanOutcome, Scanner, Target};
+use crate::scan::{
+    Changes, Dial, Found, Limits, Options, Scan, ScanOutcome, Scanner, TOO_LARGE, Target,
+};
 use crate::sys::{Range, trim_heap};
 use crate::waker::Waker;
 
@@ -105,7 +107,7 @@ type Shared = Arc<Mutex<WorkerResults>>;
 pub struct KsmWorker {
     root: Root,
     note: PathBuf,
-    settings: KsmSettings,
+    config: MergeConfig,
     wake: Waker,
     jobs: Option<SyncSender<Job>>,
     looks: Option<SyncSender<VmId>>,
@@ -119,10 +121,10 @@ pub struct KsmWorker {
 impl KsmWorker {
     /// `note`: where what KSM's knobs were is written down. `wake` is used when something
     /// has come to its end.
-    pub fn new(root: Root, note: PathBuf, settings: KsmSettings, wake: Waker) -> KsmWorker {
+    pub fn new(root: Root, note: PathBuf, config: MergeConfig, wake: Waker) -> KsmWorker {
         let (jobs, looks, scans, results) = (None, None, None, Shared::default());
         let (dial, readers, sent) = (Arc::new(Dial::new(0.0)), Arc::default(), None);
-        KsmWorker { root, note, settings, wake, jobs, looks, scans, results, sent, dial, readers }
+        KsmWorker { root, note, config, wake, jobs, looks, scans, results, sent, dial, readers }
     }
 
     /// The share of a core that a scan may use from now on, also one that is under way.
@@ -225,7 +227,7 @@ impl KsmWorker {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (note, results) = (self.note.clone(), self.results.clone());
             let keeper =
-                KsmdThrottle::new(self.root.clone(), note, self.settings, self.wake.clone());
+                KsmdThrottle::new(self.root.clone(), note, self.config.clone(), self.wake.clone());
             worker("ksm", ORDERS, move |jobs| work(keeper, &jobs, &results))
         });
         jobs.try_send(job).is_ok()
@@ -370,8 +372,8 @@ fn carry_out(
     for (id, name, group) in &job.vms {
         let Ok(Some(found)) = Found::look(root, *id, name, group) else { continue };
         held += found.held();
-        if found.too_large {
-            too_large = found.refused.map(|(_, why)| format!("{name}: {why}"));
+        if let Some((_, why @ TOO_LARGE)) = found.refused {
+            too_large = Some(format!("{name}: {why}"));
         }
         match found.target {
             Some(target) => targets.push(target),
@@ -472,7 +474,7 @@ mod tests {
         let knobs = [("run", "1"), ("pages_to_scan", "77"), ("sleep_millisecs", "9")];
         let (tree, wake) = (ksm::tests::tree(&knobs), Waker::new().unwrap());
         let note = tree.path("/ksm.json");
-        let merger = KsmWorker::new(tree.clone(), note, KsmSettings::default(), wake);
+        let merger = KsmWorker::new(tree.clone(), note, MergeConfig::default(), wake);
         (tree, merger)
     }
 

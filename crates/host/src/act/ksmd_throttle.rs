@@ -7,9 +7,10 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use ebb_core::config::MergeConfig;
 use ebb_core::policy::merge::{JUDGED, KsmdOrder, each_us, is_gentle, speed};
 
-use super::ksm::{KsmError, KsmOwner, KsmSettings};
+use super::ksm::{KsmError, KsmOwner};
 use crate::probe::ksm::{ksmd, number};
 use crate::probe::process::read_run_time;
 use crate::root::Root;
@@ -27,7 +28,7 @@ const PULSED: (u64, Duration) = (100, Duration::from_micros(500));
 pub struct KsmdThrottle {
     pub root: Root,
     note: PathBuf,
-    settings: KsmSettings,
+    config: MergeConfig,
     wake: Waker,
     owner: Option<KsmOwner>,
     burst: Option<Burst>,
@@ -45,8 +46,8 @@ struct Burst {
 
 impl KsmdThrottle {
     /// Takes nothing yet; see [`KsmOwner::take`].
-    pub fn new(root: Root, note: PathBuf, settings: KsmSettings, wake: Waker) -> KsmdThrottle {
-        KsmdThrottle { root, note, settings, wake, owner: None, burst: None }
+    pub fn new(root: Root, note: PathBuf, config: MergeConfig, wake: Waker) -> KsmdThrottle {
+        KsmdThrottle { root, note, config, wake, owner: None, burst: None }
     }
 
     pub fn order(&mut self, order: &KsmdOrder) -> Result<(), KsmError> {
@@ -67,7 +68,7 @@ impl KsmdThrottle {
 
     fn apply(&mut self, order: &KsmdOrder) -> Result<(), KsmError> {
         if self.owner.is_none() {
-            self.owner = Some(KsmOwner::take(self.root.clone(), &self.note, self.settings)?);
+            self.owner = Some(KsmOwner::take(self.root.clone(), &self.note, self.config.clone())?);
         }
         self.owner.iter().try_for_each(|o| o.apply(order))
     }
@@ -142,7 +143,7 @@ mod tests {
         tree.put("/proc/77/comm", "ksmd\n");
         worked(&tree, 5, 0, 0);
         let note = tree.path("/ksm.json");
-        let keeper = KsmdThrottle::new(tree.clone(), note, KsmSettings::default(), wake);
+        let keeper = KsmdThrottle::new(tree.clone(), note, MergeConfig::default(), wake);
         (tree, keeper)
     }
 

@@ -18,21 +18,13 @@ use ebb_core::task::{OffloadOrder, OffloadSample};
 use ebb_core::units::Bytes;
 
 use super::background_jobs::{At, TaskSample};
-use super::process::{Advice, Process, there};
+use super::process::{Advice, Process, rest, there};
 use crate::probe::maps::read_ram_mappings;
-use crate::sys::Range;
 
 /// Memory advised in one call: the call is not to be interrupted meanwhile.
 const PIECE: u64 = 4 << 20;
 /// An order takes no longer than this.
 const BUDGET: Duration = Duration::from_millis(1500);
-
-/// The next piece at or after `cursor`, from the first mapping again after the last.
-fn next_piece(ranges: &[Range], cursor: u64) -> Option<Range> {
-    let at = ranges.iter().find(|r| r.end() > cursor).or(ranges.first())?;
-    let start = if (at.start..at.end()).contains(&cursor) { cursor } else { at.start };
-    Some(Range { start, len: PIECE.min(at.end() - start) })
-}
 
 impl TaskSample for OffloadSample {
     fn add(&mut self, done: OffloadSample) {
@@ -78,8 +70,10 @@ pub(super) fn carry_out(
     let all: u64 = ranges.iter().map(|r| r.len).sum();
     let (started, mut walked) = (Instant::now(), 0);
     let mut after = before;
-    while gone(&before, &after) < order.bytes && walked < all && started.elapsed() < BUDGET {
-        let Some(piece) = next_piece(&ranges, *cursor) else { break };
+    for piece in rest(&ranges, *cursor, PIECE).chain(rest(&ranges, 0, PIECE)) {
+        if gone(&before, &after) >= order.bytes || walked >= all || started.elapsed() >= BUDGET {
+            break;
+        }
         process.advise(&[piece], Advice::PageOut)?;
         walked += piece.len;
         *cursor = piece.end();
@@ -98,23 +92,6 @@ mod tests {
     use crate::probe::process::read_stat;
     use crate::root::Root;
     use crate::testing::within_a_minute;
-
-    #[test]
-    fn the_walk_goes_round_in_pieces_and_begins_again() {
-        let ranges = [
-            Range { start: 0x1000, len: PIECE + 0x2000 },
-            Range { start: 0x9000_0000, len: 0x1000 },
-        ];
-        let mut cursor = 0;
-        let mut seen = Vec::new();
-        for _ in 0..4 {
-            let piece = next_piece(&ranges, cursor).unwrap();
-            seen.push(piece.len);
-            cursor = piece.end();
-        }
-        assert_eq!(seen, [PIECE, 0x2000, 0x1000, PIECE]);
-        assert_eq!(next_piece(&[], 7), None);
-    }
 
     #[test]
     fn a_process_that_is_gone_is_an_error_and_not_another_process() {

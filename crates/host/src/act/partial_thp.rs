@@ -11,7 +11,7 @@ use ebb_core::task::{PartialThpOrder, PartialThpSample};
 use ebb_core::units::{Bytes, PAGE};
 
 use super::background_jobs::{At, TaskSample};
-use super::process::{Advice, Process, there};
+use super::process::{Advice, Process, rest, there};
 use crate::probe::maps::read_ram_mappings;
 use crate::probe::pagemap::{Entry, Flags, FrameFlags, Pagemap};
 use crate::root::is_absent;
@@ -55,37 +55,29 @@ pub(super) fn carry_out(
     let flags = FrameFlags::open(root).map_err(|e| format!("/proc/kpageflags: {e}"))?;
     let until = Instant::now() + Duration::from_millis(order.ms);
     let mut found: Vec<Partial> = Vec::new();
-    for block in blocks(&ram, *cursor) {
+    for block in rest(&ram, *cursor, HUGE).filter(|block| block.len == HUGE) {
         if Instant::now() >= until {
             done.more = true;
             break;
         }
         let mut entries = Vec::with_capacity(PAGES);
-        match pagemap.each(Range { start: block, len: HUGE }, |_, e| entries.push(e)) {
+        match pagemap.each(block, |_, e| entries.push(e)) {
             // It has ended: of a block that was read in part nothing is known.
             Err(e) if is_absent(&e) => entries.clear(),
             read => read.map_err(|e| e.to_string())?,
         }
         let of = |frame| flags.of(frame).unwrap_or_default();
-        found.extend(partially_mapped(block, &entries, of));
+        found.extend(partially_mapped(block.start, &entries, of));
         if found.len() >= BATCH {
             split(&process, &flags, &mut found, &mut done)?;
         }
-        *cursor = block + HUGE;
+        *cursor = block.end();
     }
     split(&process, &flags, &mut found, &mut done)?;
     if !done.more {
         *cursor = 0;
     }
     Ok(done)
-}
-
-/// Whole huge pages' places from here on.
-fn blocks(ram: &[Range], from: u64) -> impl Iterator<Item = u64> + '_ {
-    ram.iter().flat_map(move |r| {
-        let first = r.start.max(from).next_multiple_of(HUGE);
-        (first..r.end()).step_by(HUGE as usize).take_while(|b| b + HUGE <= r.end())
-    })
 }
 
 fn split(
@@ -189,15 +181,5 @@ mod tests {
                 prop_assert!((LEAST..PAGES).contains(&t.missing));
             }
         }
-    }
-
-    #[test]
-    fn only_whole_huge_pages_places_are_looked_at_and_on_from_the_last() {
-        let ram = [
-            Range { start: HUGE - PAGE, len: 2 * HUGE + PAGE },
-            Range { start: 9 * HUGE, len: HUGE },
-        ];
-        let all = |from| blocks(&ram, from).map(|b| b / HUGE).collect::<Vec<_>>();
-        assert_eq!((all(0), all(2 * HUGE), all(10 * HUGE)), (vec![1, 2, 9], vec![2, 9], vec![]));
     }
 }

@@ -24,6 +24,14 @@ pub(super) fn there<T>(read: Probed<T>) -> Result<T, String> {
     read.map_err(|e| e.to_string())?.ok_or_else(|| "the process has ended".into())
 }
 
+/// The rest of memory from here on, cut at multiples of a size.
+pub(super) fn rest(ram: &[Range], from: u64, size: u64) -> impl Iterator<Item = Range> + '_ {
+    ram.iter().filter(move |r| r.end() > from).flat_map(move |r| {
+        let start = r.start.max(from);
+        Range { start, len: r.end() - start }.pieces(size)
+    })
+}
+
 /// The process: its pid cannot become another's meanwhile.
 pub(super) struct Process<'a> {
     root: &'a Root,
@@ -91,6 +99,22 @@ fn told(places: &[Range], mut bytes: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_walk_goes_on_where_the_last_ended_and_is_cut_at_multiples() {
+        let ram = [Range { start: 0xf000, len: 0x21000 }, Range { start: 0x90000, len: 0x1000 }];
+        let all: Vec<Range> = rest(&ram, 0, 0x10000).collect();
+        let cuts: Vec<(u64, u64)> = all.iter().map(|r| (r.start, r.len)).collect();
+        assert_eq!(
+            cuts,
+            [(0xf000, 0x1000), (0x10000, 0x10000), (0x20000, 0x10000), (0x90000, 0x1000)]
+        );
+        for (i, piece) in all.iter().enumerate() {
+            assert!(rest(&ram, piece.end(), 0x10000).eq(all[i + 1..].iter().copied()));
+        }
+        let within: Vec<Range> = rest(&ram, 0x18000, 0x10000).collect();
+        assert_eq!((within[0].start, within[0].len), (0x18000, 0x8000));
+    }
 
     #[test]
     fn what_cannot_be_told_of_is_passed_over_and_nothing_else() {

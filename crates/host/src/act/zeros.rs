@@ -25,7 +25,7 @@ use ebb_core::units::{Bytes, PAGE};
 use rustix::io::Errno;
 
 use super::background_jobs::{At, TaskSample};
-use super::process::{Advice, Process, there};
+use super::process::{Advice, Process, rest, there};
 use crate::probe::pagemap::Pagemap;
 use crate::probe::vmstat::zeros_are_not_written;
 use crate::root::{Root, is_absent};
@@ -68,7 +68,7 @@ pub(super) fn carry_out(
     let mut scan = ZeroScan::open(root, vm.pid, order)?;
     let until = Instant::now() + Duration::from_millis(order.ms);
     let mut round = true;
-    for window in windows(&ram, *cursor) {
+    for window in rest(&ram, *cursor, WINDOW) {
         if scan.done.read >= order.read || Instant::now() >= until {
             round = false;
             break;
@@ -82,15 +82,6 @@ pub(super) fn carry_out(
     let freed = before - process.memory()?.resident();
     let (freed, rounds) = (freed.min(scan.done.chosen), u64::from(round));
     Ok(ZeroSample { freed, rounds, ..scan.done })
-}
-
-/// The rest of RAM from here on, in windows that cut no huge page.
-fn windows(ram: &[Range], from: u64) -> Vec<Range> {
-    let rest = ram.iter().filter(|r| r.end() > from).flat_map(|r| {
-        let start = r.start.max(from);
-        Range { start, len: r.end() - start }.pieces(WINDOW)
-    });
-    rest.collect()
 }
 
 /// An order while it is carried out.
@@ -225,22 +216,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn windows_go_on_where_the_last_order_ended_and_cut_no_huge_page() {
-        let ram = [Range { start: HUGE, len: 2 * WINDOW }, Range { start: 9 * WINDOW, len: PAGE }];
-        let all = windows(&ram, 0);
-        assert_eq!(all.len(), 4);
-        assert_eq!(all.iter().map(|w| w.len).sum::<u64>(), 2 * WINDOW + PAGE);
-        assert!(all[1..].iter().all(|w| w.start % WINDOW == 0));
-        assert_eq!(windows(&ram, all[0].end()), all[1..]);
-        assert_eq!(windows(&ram, 10 * WINDOW), []);
-        let cuts: Vec<u64> = Range { start: HUGE - PAGE, len: HUGE + 2 * PAGE }
-            .pieces(HUGE)
-            .map(|r| r.len)
-            .collect();
-        assert_eq!(cuts, [PAGE, HUGE, PAGE]);
-    }
-
     /// Memory of this very process. Needs nothing but the right to ask (PAGEMAP_SCAN's
     /// kernel, and no seccomp in the way); without it nothing is shown and it says so.
     #[test]
@@ -278,7 +253,7 @@ mod tests {
         // The kernel leaves out a huge page that somebody holds at the moment: a process
         // forked beside this test, for one. Those are met again in the next round.
         for round in 1..=5 {
-            windows(&[memory.range], 0).into_iter().for_each(|w| scan.window(w, &process).unwrap());
+            rest(&[memory.range], 0, WINDOW).for_each(|w| scan.window(w, &process).unwrap());
             let now = memory.resident();
             println!("round {round}: {:?}; resident {before} → {now}", scan.done);
             if round == 1 {

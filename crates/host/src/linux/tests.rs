@@ -79,12 +79,12 @@ fn what_others_merge_is_read_now_and_then_and_shown_all_the_time() {
 fn a_sleep_ends_in_time_or_by_the_waker() {
     let tree = tree(&[]);
     let mut host = host(&tree, Options::default());
-    assert_eq!(host.wait(Instant::now() + Duration::from_millis(5)), Wake::Timer);
+    assert!(!host.wait(Instant::now() + Duration::from_millis(5)));
     let waker = host.waker();
     let thread = std::thread::spawn(move || waker.wake());
-    assert_eq!(host.wait(Instant::now() + Duration::from_secs(60)), Wake::Woken);
+    assert!(host.wait(Instant::now() + Duration::from_secs(60)));
     thread.join().unwrap();
-    assert_eq!(host.wait(Instant::now()), Wake::Timer, "a wake-up counts once");
+    assert!(!host.wait(Instant::now()), "a wake-up counts once");
 }
 
 #[test]

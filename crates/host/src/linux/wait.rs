@@ -20,29 +20,20 @@ const TOGETHER: Duration = Duration::from_millis(5);
 /// The least sleep between two looks at connections whose time may be up.
 const LEAST: Duration = Duration::from_millis(1);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wake {
-    Timer,
-    /// Tasks on the host stalled for memory.
-    Pressure,
-    /// A VM reset, stopped, resumed, migrated or went away. Stays until the
-    /// next [`LinuxHost::sample`].
-    Event,
-    Woken,
-}
-
 impl LinuxHost {
-    /// Sleeps until `until`, or less: see [`Wake`].
-    pub fn wait(&mut self, until: Instant) -> Wake {
+    /// Sleeps until `until`, or less (`true`): tasks on the host stalled for memory, another thread
+    /// woke it, or a VM reset, stopped, resumed, migrated or went away, which ends each sleep until
+    /// the next [`LinuxHost::sample`].
+    pub fn wait(&mut self, until: Instant) -> bool {
         let mut answered = false;
         loop {
             clients_of(&mut self.vms).for_each(Client::flush);
             if self.vms.values_mut().any(Vm::is_urgent) {
-                return Wake::Event;
+                return true;
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Wake::Timer;
+                return false;
             }
             let tidy = clients_of(&mut self.vms).filter_map(|c| c.tidy_at()).min();
             let left = tidy.map_or(left, |at| {
@@ -55,10 +46,9 @@ impl LinuxHost {
             };
             if seen.woken {
                 self.waker.clear();
-                return Wake::Woken;
             }
-            if seen.pressure {
-                return Wake::Pressure;
+            if seen.woken || seen.pressure {
+                return true;
             }
             answered = seen.answered;
         }

@@ -8,20 +8,17 @@
 
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
-use std::time::Duration;
 
 use ebb_core::sample::LimitSample;
 use ebb_core::units::Bytes;
 
 use super::psi::parse_psi;
-use crate::root::{ParseError, ProbeError, Probed, Root, parse_number, unescape_octal};
+use crate::root::{ParseError, ProbeError, Probed, Root, field, parse_number, unescape_octal};
 
 /// Limits above this are “none”: v1 writes 2^63 rounded down to a page.
 const NO_LIMIT: u64 = 1 << 62;
 /// Deepest nesting looked at; systemd's own default maximum is far lower.
 const MAX_DEPTH: usize = 64;
-/// How long a pool stays chosen after another one would be: VMs come and go.
-pub const POOL_STAYS: Duration = Duration::from_secs(30);
 
 /// A line of `/proc/self/mountinfo`, the fields in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -148,27 +145,11 @@ fn held_by(paths: &[String], least: usize) -> Vec<String> {
     most.iter().filter_map(|path| Some(path.to_str()?.to_owned())).collect()
 }
 
-#[derive(Clone, Copy, Debug)]
-pub struct Previous<'a> {
-    pub path: &'a str,
-    /// Its limit now; `None`: it has none any more, or is gone.
-    pub limit: Option<Bytes>,
-    /// How long ago it was last the one that would have been chosen.
-    pub age: Duration,
-}
-
 /// Which of the cgroups that hold most VMs is the pool: the one with the smallest limit, the
-/// inner of equals. The previous one stays for [`POOL_STAYS`] where it still limits anything.
-pub fn choose_pool(
-    held: &[(String, Option<Bytes>)],
-    previous: Option<Previous<'_>>,
-) -> Option<String> {
+/// inner of equals.
+pub fn choose_pool(held: &[(String, Option<Bytes>)]) -> Option<String> {
     let limited = held.iter().rev().filter_map(|(path, limit)| Some((path, (*limit)?)));
-    let best = limited.min_by_key(|(_, limit)| *limit).map(|(path, _)| path.clone());
-    match previous {
-        Some(p) if p.limit.is_some() && p.age < POOL_STAYS => Some(p.path.to_owned()),
-        _ => best,
-    }
+    limited.min_by_key(|(_, limit)| *limit).map(|(path, _)| path.clone())
 }
 
 /// The smallest limit from a cgroup upwards.
@@ -296,31 +277,30 @@ pub fn read_usage(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<LimitSampl
 /// What `memory.stat` tells of a pool, by v1's `total_…` fields, v2's plain ones: `anon`, `file`
 /// (mlocked pages are not on the LRU lists), and on v1, where it is accounted, `swap`.
 pub fn parse_stat(text: &str, version: Version) -> Result<LimitSample, ParseError> {
-    let (mut anon, mut clean, mut dirty, mut swap) = (None, Bytes::ZERO, Bytes::ZERO, None);
-    for (i, line) in text.lines().enumerate() {
-        let Some((key, rest)) = line.split_once(' ') else { continue };
-        let key = match version {
-            Version::V1 => key.strip_prefix("total_").unwrap_or(""),
-            Version::V2 => key,
-        };
-        let value = || rest.trim().parse().map(Bytes).map_err(|_| ParseError::new(i + 1, line));
-        match key {
-            "rss" | "anon" => anon = Some(value()?),
-            "active_file" | "inactive_file" => clean += value()?,
-            "dirty" | "writeback" | "file_dirty" | "file_writeback" => dirty += value()?,
-            "swap" => swap = Some(value()?),
-            _ => {}
-        }
-    }
-    let anon = anon.ok_or_else(|| ParseError::missing("total_rss (v1) or anon (v2)"))?;
-    Ok(LimitSample { anon, file: clean - dirty, swap, ..LimitSample::default() })
+    let prefix = match version {
+        Version::V1 => "total_",
+        Version::V2 => "",
+    };
+    let told = |key: &str| {
+        field(text, &format!("{prefix}{key}"), |v| v.parse().ok()).map(|v| v.map(Bytes))
+    };
+    let sum = |keys: &[&str]| -> Result<Bytes, ParseError> {
+        keys.iter().map(|key| Ok(told(key)?.unwrap_or_default())).sum()
+    };
+    let anon = told("rss")?.or(told("anon")?);
+    Ok(LimitSample {
+        anon: anon.ok_or_else(|| ParseError::missing("total_rss (v1) or anon (v2)"))?,
+        file: sum(&["active_file", "inactive_file"])?
+            - sum(&["dirty", "writeback", "file_dirty", "file_writeback"])?,
+        swap: told("swap")?,
+        ..LimitSample::default()
+    })
 }
 
 /// The `oom_kill` line of `memory.events` (v2: the subtree) or
 /// `memory.oom_control` (v1, 4.13+: this cgroup's own tasks only).
 pub fn parse_oom_kills(text: &str) -> Result<Option<u64>, ParseError> {
-    let line = text.lines().find_map(|l| l.strip_prefix("oom_kill "));
-    line.map(parse_number).transpose()
+    field(text, "oom_kill", |v| v.parse().ok())
 }
 
 #[cfg(test)]

@@ -161,19 +161,14 @@ fn each_mapping(
 ) -> std::io::Result<()> {
     let file = std::fs::File::open(root.path(format!("/proc/{pid}/maps")))?;
     let mut text = BufReader::new(file.take(MAX_MAPS));
-    let mut line = Vec::new();
-    let mut read = 0;
-    loop {
-        line.clear();
-        let n = text.by_ref().take(8192).read_until(b'\n', &mut line)?;
-        read += n as u64;
-        if n == 0 {
-            return if read < MAX_MAPS { Ok(()) } else { Err(std::io::Error::other("too long")) };
-        }
-        let line = String::from_utf8_lossy(&line);
-        if let Some(m) = Mapping::parse(&line) {
+    for line in text.by_ref().split(b'\n') {
+        if let Some(m) = Mapping::parse(&String::from_utf8_lossy(&line?)) {
             each(m.start, m.end, (m.device, m.inode));
         }
+    }
+    match text.get_ref().limit() {
+        0 => Err(std::io::Error::other("too long")),
+        _ => Ok(()),
     }
 }
 

@@ -3,7 +3,7 @@
 use ebb_core::sample::Meminfo;
 use ebb_core::units::Bytes;
 
-use crate::root::{ParseError, Probed, Root};
+use crate::root::{ParseError, Probed, Root, field};
 
 pub fn read_meminfo(root: &Root) -> Probed<Meminfo> {
     root.parse("/proc/meminfo", parse_meminfo)
@@ -12,32 +12,24 @@ pub fn read_meminfo(root: &Root) -> Probed<Meminfo> {
 /// Parses it. `MemTotal`, `MemFree` and `MemAvailable` (Linux 3.14+) must be
 /// there; fields that a kernel may be built without count as 0.
 pub fn parse_meminfo(text: &str) -> Result<Meminfo, ParseError> {
-    let (mut m, mut total, mut free, mut available) = (Meminfo::default(), None, None, None);
-    let (mut hugetlb, mut huge_pages, mut huge_size) = (None, 0u64, Bytes::ZERO);
-    for (i, line) in text.lines().enumerate() {
-        let Some((key, rest)) = line.split_once(':') else { continue };
-        let value = || parse_kib(rest).ok_or_else(|| ParseError::new(i + 1, line));
-        match key {
-            "MemTotal" => total = Some(value()?),
-            "MemFree" => free = Some(value()?),
-            "MemAvailable" => available = Some(value()?),
-            "Buffers" => m.buffers = value()?,
-            "Cached" => m.cached = value()?,
-            "Shmem" => m.shmem = value()?,
-            "SwapTotal" => m.swap_total = value()?,
-            "SwapFree" => m.swap_free = value()?,
-            "Hugetlb" => hugetlb = Some(value()?),
-            "Hugepagesize" => huge_size = value()?,
-            "HugePages_Total" => huge_pages = value()?.0 / 1024,
-            _ => {}
-        }
-    }
-    m.total = total.ok_or_else(|| ParseError::missing("MemTotal"))?;
-    m.free = free.ok_or_else(|| ParseError::missing("MemFree"))?;
-    m.available = available.ok_or_else(|| ParseError::missing("MemAvailable (Linux 3.14+)"))?;
+    let told = |key| field(text, key, parse_kib);
+    let must = |key| told(key)?.ok_or_else(|| ParseError::missing(key));
+    let size = |key| Ok(told(key)?.unwrap_or_default());
+    let available = || ParseError::missing("MemAvailable (Linux 3.14+)");
     // Kernels before 4.16 tell only the default size's pool.
-    m.hugetlb = hugetlb.unwrap_or(Bytes(huge_size.0.saturating_mul(huge_pages)));
-    Ok(m)
+    let pages: Option<u64> = field(text, "HugePages_Total", |v| v.parse().ok())?;
+    let pool = Bytes(size("Hugepagesize")?.0.saturating_mul(pages.unwrap_or_default()));
+    Ok(Meminfo {
+        total: must("MemTotal")?,
+        free: must("MemFree")?,
+        available: told("MemAvailable")?.ok_or_else(available)?,
+        buffers: size("Buffers")?,
+        cached: size("Cached")?,
+        shmem: size("Shmem")?,
+        swap_total: size("SwapTotal")?,
+        swap_free: size("SwapFree")?,
+        hugetlb: told("Hugetlb")?.unwrap_or(pool),
+    })
 }
 
 /// `   123 kB` or `  123`, both as KiB.

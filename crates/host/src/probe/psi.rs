@@ -8,23 +8,17 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use ebb_core::sample::{Psi, PsiLine};
 
-use crate::root::{ParseError, Probed, Root, probed};
+use crate::root::{ParseError, Probed, Root, field, probed};
 
 pub const MEMORY: &str = "/proc/pressure/memory";
 
 /// Reads its text: `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`, then `full …`.
 pub fn parse_psi(text: &str) -> Result<Psi, ParseError> {
-    let (mut psi, mut seen) = (Psi::default(), false);
-    for (i, line) in text.lines().enumerate() {
-        let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
-        let parsed = || parse_line(rest).ok_or_else(|| ParseError::new(i + 1, line));
-        match kind {
-            "some" => (psi.some, seen) = (parsed()?, true),
-            "full" => psi.full = parsed()?,
-            _ => {}
-        }
-    }
-    if seen { Ok(psi) } else { Err(ParseError::missing("line “some”")) }
+    let some = field(text, "some", parse_line)?;
+    Ok(Psi {
+        some: some.ok_or_else(|| ParseError::missing("line “some”"))?,
+        full: field(text, "full", parse_line)?.unwrap_or_default(),
+    })
 }
 
 fn parse_line(text: &str) -> Option<PsiLine> {
@@ -88,8 +82,7 @@ mod tests {
 
     #[test]
     fn without_psi_there_is_neither_value_nor_trigger() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = Root::at(dir.path());
+        let root = crate::testing::tree(&[]);
         assert!(root.parse(MEMORY, parse_psi).unwrap().is_none());
         assert!(PsiTrigger::open(&root, MEMORY, 100_000, 1_000_000).unwrap().is_none());
     }

@@ -2,7 +2,7 @@
 
 use ebb_core::sample::Vmstat;
 
-use crate::root::{ParseError, Probed, Root};
+use crate::root::{ParseError, Probed, Root, field};
 
 pub fn read_vmstat(root: &Root) -> Probed<Vmstat> {
     root.parse("/proc/vmstat", parse_vmstat)
@@ -17,24 +17,19 @@ pub fn zeros_are_not_written(root: &Root) -> bool {
 /// Parses it. Refaults are `workingset_refault_anon` + `_file` (5.9+), or the
 /// one `workingset_refault` of older kernels.
 pub fn parse_vmstat(text: &str) -> Result<Vmstat, ParseError> {
-    let (mut v, mut faults) = (Vmstat::default(), None);
-    for (i, line) in text.lines().enumerate() {
-        let Some((key, rest)) = line.split_once(' ') else { continue };
-        let value = || rest.trim().parse::<u64>().map_err(|_| ParseError::new(i + 1, line));
-        match key {
-            "pswpin" => v.swap_in_pages = value()?,
-            "pswpout" => v.swap_out_pages = value()?,
-            "pgmajfault" => faults = Some(value()?),
-            "cow_ksm" => v.cow_ksm = Some(value()?),
-            "oom_kill" => v.oom_kills = Some(value()?),
-            "workingset_refault_anon" | "workingset_refault_file" | "workingset_refault" => {
-                v.refaults = v.refaults.saturating_add(value()?);
-            }
-            _ => {}
-        }
+    let count = |key| field(text, key, |v| v.parse::<u64>().ok());
+    let mut refaults = 0u64;
+    for key in ["workingset_refault_anon", "workingset_refault_file", "workingset_refault"] {
+        refaults = refaults.saturating_add(count(key)?.unwrap_or_default());
     }
-    v.major_faults = faults.ok_or_else(|| ParseError::missing("pgmajfault"))?;
-    Ok(v)
+    Ok(Vmstat {
+        swap_in_pages: count("pswpin")?.unwrap_or_default(),
+        swap_out_pages: count("pswpout")?.unwrap_or_default(),
+        major_faults: count("pgmajfault")?.ok_or_else(|| ParseError::missing("pgmajfault"))?,
+        refaults,
+        oom_kills: count("oom_kill")?,
+        cow_ksm: count("cow_ksm")?,
+    })
 }
 
 #[cfg(test)]

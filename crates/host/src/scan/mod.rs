@@ -45,7 +45,6 @@ use self::rate_limit::Pace;
 pub use self::rate_limit::{Dial, Limits};
 use self::readers::Readers;
 pub use self::savings::{BLOCK, Blocks, Moments, Pages, Split};
-pub use self::walk::Listing;
 use crate::probe::ksm::read_ksm_stat;
 use crate::probe::meminfo::read_meminfo;
 use crate::probe::psi;
@@ -80,13 +79,12 @@ pub struct Found {
     pub target: Option<Target>,
     /// Resident RAM, marked for KSM (`VmFlags: mg`).
     pub mergeable: Bytes,
-    /// Its RAM is larger than [`most_ram`]: it is not scanned.
-    pub too_large: bool,
     /// Resident RAM that is not scanned, and why.
     pub refused: Option<(Bytes, &'static str)>,
 }
 
-const TOO_LARGE: &str = "its RAM is more than 16 times the host's memory";
+/// Its RAM is larger than [`most_ram`].
+pub(crate) const TOO_LARGE: &str = "its RAM is more than 16 times the host's memory";
 
 /// The largest RAM of a VM that is scanned on a host with this much memory. Tables are allocated for
 /// all of RAM; the kernel fills in what is used of them, but may refuse what is very large.
@@ -118,7 +116,6 @@ impl Found {
         Ok(Some(Found {
             target,
             mergeable: sum(|r| if r.mergeable { r.resident } else { Bytes::ZERO }),
-            too_large,
             refused: match too_large {
                 true => Some((sum(|r| r.resident), TOO_LARGE)),
                 false => unmergeable(&regions),
@@ -153,46 +150,30 @@ pub enum Changes {
     SpotCheck,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Options {
     /// Threads; `None`: as many as there are idle cores.
     pub threads: Option<usize>,
-    /// Read one of this many pieces of 64 KiB, chosen at random; 1 reads all.
+    /// Read one of this many pieces of 64 KiB, chosen at random; 0 or 1: all.
     pub one_in: u32,
     /// Other pieces for each number.
     pub salt: u64,
     pub limits: Limits,
     /// The share of a core instead, where it may change meanwhile.
     pub dial: Option<Arc<Dial>>,
-    /// Run only when nothing else needs the CPU; with a dial, only while that is gentle.
-    pub idle: bool,
+    /// Run like any other program. Else only when nothing else needs the CPU; with a dial, only
+    /// while that is gentle.
+    pub hurry: bool,
     /// What is done about pages that are not as this scanner saw them last.
     pub changes: Changes,
     /// Agents read four lines of each page first, and whole only pages that have a duplicate by
     /// those. What pages are is noted by their lines then, and checked by them; nothing else
     /// differs. For [`Changes::Note`] of all, and [`Changes::SpotCheck`].
     pub filter: bool,
-    /// How pages are listed; `None`: the best that the kernel has.
-    pub listing: Option<Listing>,
+    /// Lists pages as for kernels before 6.7 also where this one has better.
+    pub entries: bool,
     /// VMs that are to be left alone from some time on count as ended.
     pub readers: Arc<Readers>,
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options {
-            threads: None,
-            one_in: 1,
-            salt: 0,
-            limits: Limits::default(),
-            dial: None,
-            idle: true,
-            changes: Changes::Ignore,
-            filter: false,
-            listing: None,
-            readers: Arc::default(),
-        }
-    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

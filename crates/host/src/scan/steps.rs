@@ -132,7 +132,7 @@ impl<'a> Job<'a> {
             *numbers.entry(name).or_insert(next)
         };
         let noted = options.changes != Changes::Ignore;
-        let all = options.changes == Changes::Note && options.one_in == 1;
+        let all = options.changes == Changes::Note && options.one_in <= 1;
         let by_agents = targets.iter().any(|t| agents.contains_key(&t.id));
         let held = targets.iter().map(|t| t.held).sum::<Bytes>();
         let filter =
@@ -204,7 +204,7 @@ impl<'a> Job<'a> {
     fn settle(&self, now: &mut Option<bool>) {
         // A host that is short waits for what is found, and guests may take all CPUs.
         let idle = self.options.dial.as_ref().is_none_or(|d| d.is_gentle());
-        if self.options.idle && *now != Some(idle) {
+        if !self.options.hurry && *now != Some(idle) {
             // Refused in some containers; the scan is then an ordinary load.
             let _ = set_idle(None, idle);
             *now = Some(idle);
@@ -300,7 +300,7 @@ impl Worker<'_, '_> {
             if merged {
                 self.memory = Some(File::open(job.root.path(format!("/proc/{pid}/mem")))?);
             }
-            self.walker = Some((vm, Walker::open(job.root, pid, merged, job.options.listing)?));
+            self.walker = Some((vm, Walker::open(job.root, pid, merged, job.options.entries)?));
         }
         let Some((_, walker)) = self.walker.as_mut() else { return Ok(()) };
         let mut runs = std::mem::take(&mut self.runs);

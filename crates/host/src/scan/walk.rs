@@ -41,13 +41,6 @@ impl ListedPages {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Listing {
-    Scan,
-    /// `/proc/PID/pagemap`, for kernels before 6.7.
-    Entries,
-}
-
 #[derive(Debug, Default)]
 pub struct Runs {
     /// Of the process alone.
@@ -72,17 +65,18 @@ impl Runs {
 pub struct Walker {
     pagemap: Pagemap,
     flags: Option<FrameFlags>,
-    listing: Listing,
+    /// Else entry by entry.
+    scans: bool,
 }
 
 impl Walker {
-    /// Opens a process. `merged`: KSM has merged some of its pages.
-    pub fn open(root: &Root, pid: u32, merged: bool, listing: Option<Listing>) -> Result<Walker> {
+    /// Opens a process. `merged`: KSM has merged some of its pages; `entries`: they are listed
+    /// entry by entry in any case.
+    pub fn open(root: &Root, pid: u32, merged: bool, entries: bool) -> Result<Walker> {
         let pagemap = Pagemap::open(root, pid)?;
-        let tried = || if pagemap.can_scan() { Listing::Scan } else { Listing::Entries };
-        let listing = listing.unwrap_or_else(tried);
-        let flags = (merged || listing == Listing::Entries).then(|| FrameFlags::open(root).ok());
-        Ok(Walker { pagemap, flags: flags.flatten(), listing })
+        let scans = !entries && pagemap.can_scan();
+        let flags = (merged || !scans).then(|| FrameFlags::open(root).ok());
+        Ok(Walker { pagemap, flags: flags.flatten(), scans })
     }
 
     /// Adds to `runs` the pages to read of a range. Nothing where the process
@@ -95,14 +89,14 @@ impl Walker {
         listed: &ListedPages,
         runs: &mut Runs,
     ) -> Result<u64> {
-        let (mut held, scans) = (Vec::new(), self.listing == Listing::Scan);
-        match scans {
+        let mut held = Vec::new();
+        match self.scans {
             true => self.pagemap.scan(range, |run, _huge| held.push(run))?,
             false => held.push(range),
         }
         let mut passed = 0;
         for (part, merged) in held.into_iter().flat_map(|run| parts(run, merged)) {
-            match merged || !scans {
+            match merged || !self.scans {
                 true => self.sift(part, merged.then_some(listed), runs, &mut passed)?,
                 false => runs.own.push(part),
             }

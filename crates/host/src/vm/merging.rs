@@ -132,7 +132,6 @@ struct Told {
 struct UnderWay {
     /// `None`: QEMU is only asked for its backends.
     want: Option<bool>,
-    paths: Vec<String>,
     begun: Instant,
     step: Step,
 }
@@ -174,7 +173,10 @@ impl MergeLink {
 
     fn begin(&mut self, want: Option<bool>, client: &mut Client) {
         match client.send("query-memdev", None) {
-            Ok(id) => self.under_way = Some(UnderWay::new(want, id)),
+            Ok(id) => {
+                let (begun, step) = (Instant::now(), Step::Listing(id));
+                self.under_way = Some(UnderWay { want, begun, step });
+            }
             Err(e) if want.is_some() => self.error = Some(e.to_string()),
             Err(_) => {}
         }
@@ -246,17 +248,19 @@ impl MergeLink {
             Step::Listing(id) => {
                 let Some(said) = client.take_reply(*id) else { return Ok(false) };
                 let backends = Backends::parse(&said?)?;
-                order.paths.clone_from(&backends.paths);
+                let paths = backends.paths.clone();
                 let state = look.and_then(|look| look.state.as_ref().ok());
                 if let Some(state) = state {
                     let blocks = ranges(state);
                     self.told = Some(Told { blocks, backends: Some(backends) });
                 }
                 let Some(want) = order.want else { return Ok(true) };
-                if order.paths.is_empty() || want && state.is_some_and(|s| !s.can_be_open()) {
+                if paths.is_empty() || want && state.is_some_and(|s| !s.can_be_open()) {
                     return Err(MergeableError::NoRam);
                 }
-                order.set(client, want)?;
+                let set = |path: &String| qmp_balloon::set(path, "merge", json!(want));
+                let one = |path| client.send("qom-set", Some(set(path)));
+                order.step = Step::Setting(paths.iter().map(one).collect::<Result<_, _>>()?);
             }
             Step::Setting(ids) => {
                 let mut failed = None;
@@ -292,18 +296,6 @@ fn ranges(state: &KsmState) -> Vec<Range> {
 }
 
 impl UnderWay {
-    fn new(want: Option<bool>, id: u64) -> UnderWay {
-        let (begun, step) = (Instant::now(), Step::Listing(id));
-        UnderWay { want, paths: Vec::new(), begun, step }
-    }
-
-    fn set(&mut self, client: &mut Client, value: bool) -> Result<(), QmpError> {
-        let set = |path: &str| qmp_balloon::set(path, "merge", json!(value));
-        let one = |path: &String| client.send("qom-set", Some(set(path)));
-        self.step = Step::Setting(self.paths.iter().map(one).collect::<Result<_, _>>()?);
-        Ok(())
-    }
-
     /// Has QEMU's answers dropped that are still to come.
     fn forget(&self, client: &mut Client) {
         let commands = match &self.step {
@@ -447,7 +439,8 @@ mod tests {
         let mut link = MergeLink::default();
         link.order(true, &mut Client::new("/nonexistent"));
         assert!(!link.is_busy() && link.error.as_ref().unwrap().contains("no such socket"));
-        link.under_way = Some(UnderWay::new(Some(true), 1));
+        let (begun, step) = (Instant::now(), Step::Listing(1));
+        link.under_way = Some(UnderWay { want: Some(true), begun, step });
         link.go_on(None, None);
         assert!(!link.is_busy() && link.error.as_ref().unwrap().contains("was lost"));
     }

@@ -160,7 +160,7 @@ pub(super) fn target(vm: &Vm) -> Result<Target> {
 }
 
 fn whole(threads: usize, changes: Changes) -> Options {
-    Options { threads: Some(threads), idle: false, changes, ..Options::default() }
+    Options { threads: Some(threads), hurry: true, changes, ..Options::default() }
 }
 
 fn by_lines(threads: usize, changes: Changes) -> Options {

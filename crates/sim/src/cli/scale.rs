@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use ebb_core::tick::{Engine, Host, Wake};
+use ebb_core::tick::{Engine, Host};
 use ebb_core::units::Bytes;
 use ebb_sim::compare::in_parallel;
 use ebb_sim::law::{Breach, Laws};
@@ -99,7 +99,7 @@ fn timed(setup: &Setup) -> (Score, Vec<Breach>, Vec<Duration>) {
         let (tick, model) = engine.step(&mut world);
         cost.push(started.elapsed().saturating_sub(world.outside - outside));
         laws.check(&world, &tick);
-        if world.wait(&engine.next(&model)) == Wake::Stop {
+        if !world.wait(&engine.next(&model)) {
             return (world.score(), laws.broken, cost);
         }
     }

@@ -10,7 +10,7 @@ use ebb_core::config::{Amount, Config};
 use ebb_core::plan::{Action, Outcome, Plan};
 use ebb_core::sample::{BalloonSample, Link, RunState, Sample, VmEvent, VmId};
 use ebb_core::state::{Memory, Owned};
-use ebb_core::tick::{Engine, Host, Next, Wake};
+use ebb_core::tick::{Engine, Host, Next};
 use ebb_core::units::{Bytes, Stamp};
 use ebb_sim::law::{Breach, Laws};
 use ebb_sim::{Setup, World};
@@ -75,7 +75,7 @@ pub fn run(setup: &Setup, fault: Option<Fault>) -> Ran {
         let (tick, model) = engine.step(&mut host);
         laws.check(&host.world, &tick);
         forget(&mut engine.memory, fault);
-        if host.wait(&engine.next(&model)) == Wake::Stop {
+        if !host.wait(&engine.next(&model)) {
             return Ran { broken: laws.broken, world: host.world };
         }
     }
@@ -181,7 +181,7 @@ impl Host for Faulty {
         self.world.start(plan);
     }
 
-    fn wait(&mut self, next: &Next) -> Wake {
+    fn wait(&mut self, next: &Next) -> bool {
         self.world.wait(next)
     }
 }

@@ -197,13 +197,12 @@ impl Recycler<'_> {
             return Err(Stop::Doubt);
         }
         let all: usize = runs.iter().map(|r| r.len).sum();
-        let (bytes, saved) = (Bytes::pages(pages as u64), (all - pages) as u64);
+        let bytes = Bytes::pages(pages as u64);
         call.done.bytes += bytes;
         call.done.runs += ranges.len() as u64;
-        call.done.saved_pages += saved;
         self.work.counters.recycled += bytes;
         self.work.counters.runs += ranges.len() as u64;
-        self.work.counters.saved_pages += saved;
+        self.work.counters.saved_pages += (all - pages) as u64;
         // Nothing of anonymous memory that was discarded is protected any more.
         let anonymous = matches!(self.ram.pieces[part.piece].kind, Kind::Anonymous);
         let lift = |run: &Run| self.guard.uffd.lift(part.range(run.first, run.len)).is_ok();
@@ -256,11 +255,12 @@ impl Recycler<'_> {
             let end = runs.iter().map(|r| r.first + r.len).max().unwrap_or(0).div_ceil(64);
             let (page, _) = &batch.parts[runs[0].at];
             let map = self.ram.hva(page.gpa, PAGE).ok_or(Stop::Doubt)?;
-            places.push((map + first as u64 * 8, (end - first) * 8));
+            places.push(sys::place(map + first as u64 * 8, (end - first) * 8));
             words.push(first..end);
         }
-        places.push((self.ram.hva(self.proven.header.gpa, PAGE).ok_or(Stop::Doubt)?, HEADER_BYTES));
-        let mut bytes = vec![0; places.iter().map(|p| p.1).sum()];
+        let header = self.ram.hva(self.proven.header.gpa, PAGE).ok_or(Stop::Doubt)?;
+        places.push(sys::place(header, HEADER_BYTES));
+        let mut bytes = vec![0; places.iter().map(|p| p.iov_len).sum()];
         sys::copy_from(&places, &mut bytes).map_err(|_| Stop::Doubt)?;
         let (maps, header) = bytes.split_last_chunk::<HEADER_BYTES>().ok_or(Stop::Doubt)?;
         let mut read = maps.chunks_exact(8);

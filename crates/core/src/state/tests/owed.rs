@@ -67,26 +67,6 @@ fn a_renamed_vm_is_the_same_with_other_settings() {
 }
 
 #[test]
-fn a_clock_that_goes_back_forgets_moments_and_keeps_debts() {
-    let mut memory = Memory::default();
-    take(&mut memory, 900_000, vm(1024, 600, 900), 900);
-    memory.vms[0].stuck_until = Some(Stamp(990_000));
-    memory.vms[0].socket = Some("/run/a".into());
-    let paged = paging(70, vm(900, 500, 800));
-    look(&mut memory, 901_000, paged.clone());
-    let model = look(&mut memory, 5_000, paged);
-    assert_eq!(offloaded(&memory), Bytes::mib(70), "a counter that goes on is counted once");
-    assert_eq!(memory.vms[0].socket.as_deref(), Some("/run/a"), "`ebb release` may need it");
-    assert_eq!(only(&model).standing, Standing::Ready);
-    assert_eq!(only(&model).ceiling, Bytes::mib(1024));
-    let owned = owned(&memory, &model);
-    assert_eq!(owned.vms[0].whole(Bytes::mib(1024)), Bytes::mib(1024));
-    // And one that leaps ahead neither takes nor forgets.
-    let model = look(&mut memory, 9_000_000, vm(900, 500, 800));
-    assert_eq!(only(&model).ceiling, Bytes::mib(1024));
-}
-
-#[test]
 fn a_vm_that_vanished_is_forgotten_and_a_new_one_with_its_pid_is_new() {
     let mut memory = taken(900);
     let (id, ram) = (VmId { start: 10, ..ID }, Some(Bytes::mib(2048)));

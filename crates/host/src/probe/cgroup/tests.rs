@@ -18,7 +18,7 @@ fn paths(list: &[&str]) -> Vec<String> {
 fn pool_of(root: &Root, h: &Hierarchy, list: &[&str]) -> Option<String> {
     let with_limit = |path: String| (path.clone(), read_limit(root, h, &path).unwrap());
     let held: Vec<_> = held_by_most(&paths(list)).into_iter().map(with_limit).collect();
-    choose_pool(&held, None)
+    choose_pool(&held)
 }
 
 #[test]
@@ -107,23 +107,8 @@ fn the_pool_holds_more_than_half_of_the_vms_and_not_all_of_them() {
         (limits(&[("/", None), ("/s", None)]), None),
         (limits(&[]), None),
     ] {
-        assert_eq!(choose_pool(&held, None).as_deref(), expected, "{held:?}");
+        assert_eq!(choose_pool(&held).as_deref(), expected, "{held:?}");
     }
-}
-
-#[test]
-fn a_pool_stays_for_a_while_unless_it_limits_nothing_any_more() {
-    let held = [("/".to_owned(), None), ("/s".into(), Some(Bytes(5)))];
-    let after = |held: &[(String, Option<Bytes>)], limit, age| {
-        let previous = Previous { path: "/s/a", limit, age };
-        choose_pool(held, Some(previous))
-    };
-    let (soon, late) = (POOL_STAYS - Duration::from_millis(1), POOL_STAYS);
-    assert_eq!(after(&held, Some(Bytes(9)), soon).as_deref(), Some("/s/a"));
-    assert_eq!(after(&[], Some(Bytes(9)), soon).as_deref(), Some("/s/a"));
-    assert_eq!(after(&held, Some(Bytes(9)), late).as_deref(), Some("/s"));
-    assert_eq!(after(&[], Some(Bytes(9)), late), None);
-    assert_eq!(after(&held, None, Duration::ZERO).as_deref(), Some("/s"), "it is gone");
 }
 
 #[test]

@@ -303,7 +303,7 @@ impl<'a> Runner<'a> {
     pub fn scan(&mut self) -> Result<(Bytes, Candidates)> {
         let targets = targets(self.vms)?;
         let limits = Limits { cores: Some(self.cores), ..Limits::default() };
-        let options = Options { idle: false, limits, ..Options::default() };
+        let options = Options { hurry: true, limits, ..Options::default() };
         let scan = self.scanner.as_mut().context("no scanner")?.scan(&targets, &options);
         self.own += scan.cpu.as_secs_f64();
         let pages = |b: Bytes| b.0 / PAGE;

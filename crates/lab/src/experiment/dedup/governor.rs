@@ -5,10 +5,11 @@
 
 use std::path::Path;
 
+use ebb_core::config::MergeConfig;
 use ebb_core::model::Pressure;
 use ebb_core::policy::merge::{BurstMemory, Candidates, Facts, KsmdOrder, Settings, govern};
 use ebb_core::units::{PAGE, Stamp};
-use ebb_host::act::ksm::{KsmError, KsmOwner, KsmSettings};
+use ebb_host::act::ksm::{KsmError, KsmOwner};
 use ebb_host::probe::ksm::{ksmd, read_ksm};
 use ebb_host::probe::process::read_run_time;
 use ebb_host::root::Root;
@@ -27,7 +28,7 @@ pub struct Governor {
 impl Governor {
     /// Takes KSM's knobs; see [`KsmOwner::take`].
     pub fn take(state: &Path, settings: Settings) -> Result<Governor, KsmError> {
-        let owner = KsmOwner::take(Root::default(), state, KsmSettings::default())?;
+        let owner = KsmOwner::take(Root::default(), state, MergeConfig::default())?;
         let (memory, planned) = (BurstMemory::default(), Candidates::default());
         Ok(Governor { ksmd: ksmd(&Root::default()), owner, settings, memory, planned, plan: 0 })
     }

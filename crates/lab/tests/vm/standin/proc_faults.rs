@@ -10,7 +10,7 @@ use ebb_core::config::Config;
 use ebb_core::plan::{Action, Outcome, Reclaim};
 use ebb_core::sample::{Sample, VmId};
 use ebb_core::state::Owned;
-use ebb_core::tick::{Engine, Host, Next, Wake};
+use ebb_core::tick::{Engine, Host, Next};
 use ebb_core::units::Stamp;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::trust::TrustRules;
@@ -115,8 +115,8 @@ impl Host for Driven {
         self.host.apply(actions)
     }
 
-    fn wait(&mut self, _: &Next) -> Wake {
-        Wake::Timer
+    fn wait(&mut self, _: &Next) -> bool {
+        true
     }
 }
 

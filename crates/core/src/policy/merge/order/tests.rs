@@ -13,7 +13,7 @@ use crate::sample::{
     Sample, ScanSample, VmId, VmSample, Vmstat,
 };
 use crate::state::Owned;
-use crate::tick::{Engine, Host, Next, Tick, Wake};
+use crate::tick::{Engine, Host, Next, Tick};
 
 const ON: &str = "[merge]\nmode = \"on\"\n";
 
@@ -457,8 +457,8 @@ impl Host for SampledHost {
     fn merge(&mut self, plan: &MergePlan) {
         self.done.push(plan.clone());
     }
-    fn wait(&mut self, _: &Next) -> Wake {
-        Wake::Stop
+    fn wait(&mut self, _: &Next) -> bool {
+        false
     }
 }
 
