@@ -28,6 +28,8 @@ LOADS := lifecycle:: module:: recycle:: smoke::
 KSM := merge:: ways_in:: vm_the_units_sandbox
 DAEMONS := $(filter-out $(LOADS) $(KSM) standin::,$(patsubst crates/lab/tests/vm/%.rs,%::,\
   $(filter-out %/main.rs,$(wildcard crates/lab/tests/vm/*.rs))))
+# Unit tests that judge by time.
+TIMED := qmp::sharing linux::tests::discovery
 # The tests without a VM of their own.
 ALONE := $(filter-out vm vm_%,$(notdir $(basename $(wildcard crates/*/tests/*.rs)) \
   $(patsubst %/main.rs,%,$(wildcard crates/*/tests/*/main.rs))))
@@ -80,7 +82,7 @@ check-guest:
 	@$(MAKE) --no-print-directory -C guest test
 
 check-units:
-	@$(BOUND) $(CARGO) test --release --quiet --workspace --lib --bins
+	@$(BOUND) $(CARGO) test --release --quiet --workspace --lib --bins -- $(TIMED:%=--skip %)
 
 check-build:
 	@$(CARGO) test --release --quiet --workspace $(ALONE:%=--test %) --no-run
@@ -88,6 +90,7 @@ check-build:
 
 # Some judge by time: nothing is compiled beside them.
 check-alone:
+	@$(BOUND) $(CARGO) test --release --quiet --workspace --lib -- $(TIMED)
 	@$(BOUND) $(CARGO) test --release --quiet --workspace $(ALONE:%=--test %)
 	@$(BOUND) $(FAULTS) -- left_out tripwire picture without_ does_not_beat opened_is_seen discarded_twice
 

@@ -118,20 +118,38 @@ pub enum MergeMode {
 }
 
 /// Merging, as the operator wants it.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MergeConfig {
     pub mode: MergeMode,
     /// The share group that is merged on this host; `None`: the only one there is.
     pub group: Option<String>,
     pub across_groups: bool,
+    /// Budget and least profit.
     pub settings: Settings,
+    /// Time between scans, milliseconds.
+    pub scan_ms: u64,
     /// The speed of `ksmd` is left to the kernel's advisor.
     pub advisor: bool,
     /// khugepaged is kept from undoing merges while KSM is steered.
     pub hold_khugepaged: bool,
     /// Zero pages of VMs that are not merged may be freed.
     pub zeros: bool,
+}
+
+impl Default for MergeConfig {
+    fn default() -> MergeConfig {
+        MergeConfig {
+            mode: MergeMode::Off,
+            group: None,
+            across_groups: false,
+            settings: Settings::default(),
+            scan_ms: 600_000,
+            advisor: false,
+            hold_khugepaged: false,
+            zeros: false,
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -440,10 +458,9 @@ mod tests {
              scan = \"2min\"\n[defaults]\nmerge = true\n[vm.a]\nmerge = false\n",
         )
         .unwrap();
-        let floor = Bytes::mib(8);
-        let settings = Settings { cores: 1.5, clear_cores: 0.025, floor, scan_ms: 120_000 };
+        let settings = Settings { cores: 1.5, clear_cores: 0.025, floor: Bytes::mib(8) };
         assert_eq!((c.merge.mode, c.merge.settings), (MergeMode::On, settings));
-        assert!(!c.merge.across_groups);
+        assert_eq!((c.merge.scan_ms, c.merge.across_groups), (120_000, false));
         let merge = |name| c.settings(name, None).merge;
         assert_eq!((merge("a"), merge("b")), (Some(false), Some(true)));
         assert!(!c.merge.zeros && !c.merge.hold_khugepaged);

@@ -143,6 +143,26 @@ fn by_a_look_that_took_half_a_minute_nothing_is_taken() {
     assert_eq!(host.guests[1].target, Bytes::gib(16));
 }
 
+#[test]
+fn what_cannot_be_written_down_is_not_taken_and_giving_goes_on() {
+    let mut poor = Guest::new(8, 2).ballooned(5);
+    poor.wanted = Bytes::gib(7);
+    let mut host = Toy::new(20, 0, vec![poor, Guest::new(16, 2)]);
+    let mut engine = engine(9, &host);
+    host.disk_full = true;
+    let (mut gave, mut forbidden) = (0, 0);
+    until(&mut engine, &mut host, 60, |_, tick| {
+        assert!(tick.plan.actions.iter().all(Action::gives), "{:?}", tick.plan.actions);
+        gave += tick.plan.actions.len();
+        forbidden += usize::from(tick.forbidden.as_ref().is_some_and(|f| f.contains("no space")));
+        forbidden > 20
+    });
+    assert!(gave > 0);
+    assert_eq!(host.guests[1].target, Bytes::gib(16));
+    host.disk_full = false;
+    until(&mut engine, &mut host, 60, |h, _| h.guests[1].target < Bytes::gib(16));
+}
+
 /// The first has hung at 2 GiB of 8 and is owed the rest. The second grows by 5 GiB, which the host
 /// has.
 #[test]

@@ -141,6 +141,7 @@ mod tests {
                 id: VmId { pid: 7, start: 9 },
                 name: "a".into(),
                 others: Some(Bytes::gib(1)),
+                ordered: Some(Bytes(u64::MAX)),
                 ..OwnedVm::default()
             }],
             marks: Vec::new(),

@@ -445,7 +445,7 @@ impl Checker<'_> {
         self.set(&mut c.settings.cores, "merge.cpu", raw.cpu, |said| share(&said, 1.0))?;
         self.set(&mut c.settings.clear_cores, "merge.cpu_clear", raw.cpu_clear, clear_cores)?;
         self.set(&mut c.mode, "merge.mode", raw.mode, |word| one_of(&word, MERGE))?;
-        self.set(&mut c.settings.scan_ms, "merge.scan", raw.scan, |text| duration(&text, SCAN))?;
+        self.set(&mut c.scan_ms, "merge.scan", raw.scan, |text| duration(&text, SCAN))?;
         (c.group, c.across_groups) = (raw.group, raw.across_groups);
         (c.advisor, c.hold_khugepaged) = (raw.advisor, raw.hold_khugepaged);
         c.zeros = raw.zeros;

@@ -136,13 +136,11 @@ pub struct Settings {
     pub clear_cores: f64,
     /// Memory that a second of its CPU must save while the host is not short.
     pub floor: Bytes,
-    /// Time between scans, milliseconds.
-    pub scan_ms: u64,
 }
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { cores: 0.4, clear_cores: 0.008, floor: Bytes::mib(32), scan_ms: 600_000 }
+        Settings { cores: 0.4, clear_cores: 0.008, floor: Bytes::mib(32) }
     }
 }
 

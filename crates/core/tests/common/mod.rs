@@ -98,6 +98,8 @@ pub struct Toy {
     pub now: u64,
     /// Looking takes so long, ms.
     pub look_ms: u64,
+    /// What is owed cannot be written down.
+    pub disk_full: bool,
     pub until: u64,
 }
 
@@ -105,7 +107,8 @@ impl Toy {
     pub fn new(total: u64, others: u64, guests: Vec<Guest>) -> Toy {
         let (total, others) = (Bytes::gib(total), Bytes::gib(others));
         let limits = Vec::new();
-        Toy { total, others, guests, limits, now: 1_000_000, look_ms: 0, until: u64::MAX }
+        let (now, until) = (1_000_000, u64::MAX);
+        Toy { total, others, guests, limits, now, look_ms: 0, disk_full: false, until }
     }
 
     pub fn available(&self) -> Bytes {
@@ -191,7 +194,7 @@ impl Host for Toy {
     }
 
     fn remember(&mut self, _owned: &Owned) -> Result<(), String> {
-        Ok(())
+        if self.disk_full { Err("no space left".into()) } else { Ok(()) }
     }
 
     fn apply(&mut self, actions: &[Action]) -> Vec<Outcome> {

@@ -20,11 +20,17 @@ use ebb_core::units::Bytes;
 use super::background_jobs::{At, TaskSample};
 use super::process::{Advice, Process, rest, there};
 use crate::probe::maps::read_ram_mappings;
+use crate::sys::Range;
 
 /// Memory advised in one call: the call is not to be interrupted meanwhile.
 const PIECE: u64 = 4 << 20;
 /// An order takes no longer than this.
 const BUDGET: Duration = Duration::from_millis(1500);
+
+/// Memory in pieces from here on, and then from its beginning.
+fn round(ranges: &[Range], cursor: u64) -> impl Iterator<Item = Range> + '_ {
+    rest(ranges, cursor, PIECE).chain(rest(ranges, 0, PIECE))
+}
 
 impl TaskSample for OffloadSample {
     fn add(&mut self, done: OffloadSample) {
@@ -70,7 +76,7 @@ pub(super) fn carry_out(
     let all: u64 = ranges.iter().map(|r| r.len).sum();
     let (started, mut walked) = (Instant::now(), 0);
     let mut after = before;
-    for piece in rest(&ranges, *cursor, PIECE).chain(rest(&ranges, 0, PIECE)) {
+    for piece in round(&ranges, *cursor) {
         if gone(&before, &after) >= order.bytes || walked >= all || started.elapsed() >= BUDGET {
             break;
         }
@@ -92,6 +98,16 @@ mod tests {
     use crate::probe::process::read_stat;
     use crate::root::Root;
     use crate::testing::within_a_minute;
+
+    #[test]
+    fn a_walk_that_has_ended_begins_again() {
+        let ram = [Range { start: PIECE, len: 2 * PIECE }, Range { start: 9 * PIECE, len: 0x1000 }];
+        let starts = |from| round(&ram, from).map(|r| r.start / PIECE).take(5).collect::<Vec<_>>();
+        assert_eq!(starts(0), [1, 2, 9, 1, 2]);
+        assert_eq!(starts(2 * PIECE), [2, 9, 1, 2, 9]);
+        assert_eq!(starts(ram[1].end()), [1, 2, 9]);
+        assert_eq!(round(&[], 7).count(), 0);
+    }
 
     #[test]
     fn a_process_that_is_gone_is_an_error_and_not_another_process() {

@@ -277,24 +277,24 @@ pub fn read_usage(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<LimitSampl
 /// What `memory.stat` tells of a pool, by v1's `total_…` fields, v2's plain ones: `anon`, `file`
 /// (mlocked pages are not on the LRU lists), and on v1, where it is accounted, `swap`.
 pub fn parse_stat(text: &str, version: Version) -> Result<LimitSample, ParseError> {
-    let prefix = match version {
-        Version::V1 => "total_",
-        Version::V2 => "",
-    };
-    let told = |key: &str| {
-        field(text, &format!("{prefix}{key}"), |v| v.parse().ok()).map(|v| v.map(Bytes))
-    };
-    let sum = |keys: &[&str]| -> Result<Bytes, ParseError> {
-        keys.iter().map(|key| Ok(told(key)?.unwrap_or_default())).sum()
-    };
-    let anon = told("rss")?.or(told("anon")?);
-    Ok(LimitSample {
-        anon: anon.ok_or_else(|| ParseError::missing("total_rss (v1) or anon (v2)"))?,
-        file: sum(&["active_file", "inactive_file"])?
-            - sum(&["dirty", "writeback", "file_dirty", "file_writeback"])?,
-        swap: told("swap")?,
-        ..LimitSample::default()
-    })
+    let (mut anon, mut clean, mut dirty, mut swap) = (None, Bytes::ZERO, Bytes::ZERO, None);
+    for (i, line) in text.lines().enumerate() {
+        let Some((key, rest)) = line.split_once(' ') else { continue };
+        let key = match version {
+            Version::V1 => key.strip_prefix("total_").unwrap_or(""),
+            Version::V2 => key,
+        };
+        let value = || rest.trim().parse().map(Bytes).map_err(|_| ParseError::new(i + 1, line));
+        match key {
+            "rss" | "anon" => anon = Some(value()?),
+            "active_file" | "inactive_file" => clean += value()?,
+            "dirty" | "writeback" | "file_dirty" | "file_writeback" => dirty += value()?,
+            "swap" => swap = Some(value()?),
+            _ => {}
+        }
+    }
+    let anon = anon.ok_or_else(|| ParseError::missing("total_rss (v1) or anon (v2)"))?;
+    Ok(LimitSample { anon, file: clean - dirty, swap, ..LimitSample::default() })
 }
 
 /// The `oom_kill` line of `memory.events` (v2: the subtree) or

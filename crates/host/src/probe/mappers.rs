@@ -19,6 +19,8 @@ use crate::root::Root;
 
 /// Most bytes read of one process: a QEMU of which KSM has 65,530 ranges has 6 MB.
 const MAX_MAPS: u64 = 32 << 20;
+/// Most bytes kept of a line: what is told of a mapping comes first, then a path of any length.
+const LINE_MOST: u64 = 8192;
 
 /// A look that takes longer is told of.
 const LONG: Duration = Duration::from_secs(5);
@@ -161,10 +163,16 @@ fn each_mapping(
 ) -> std::io::Result<()> {
     let file = std::fs::File::open(root.path(format!("/proc/{pid}/maps")))?;
     let mut text = BufReader::new(file.take(MAX_MAPS));
-    for line in text.by_ref().split(b'\n') {
-        if let Some(m) = Mapping::parse(&String::from_utf8_lossy(&line?)) {
+    let mut line = Vec::new();
+    while text.by_ref().take(LINE_MOST).read_until(b'\n', &mut line)? > 0 {
+        if let Some(m) = Mapping::parse(&String::from_utf8_lossy(&line)) {
             each(m.start, m.end, (m.device, m.inode));
         }
+        if !line.ends_with(b"\n") {
+            // The rest of a long path is no line of its own.
+            text.skip_until(b'\n')?;
+        }
+        line.clear();
     }
     match text.get_ref().limit() {
         0 => Err(std::io::Error::other("too long")),
@@ -212,6 +220,11 @@ mod tests {
         let told: Vec<(u32, u64, bool)> =
             found.iter().map(|(vm, generation, f)| (vm.pid, *generation, f.is_ok())).collect();
         assert_eq!(told, [(10, 10, false), (12, 12, false), (13, 13, true)]);
+        // A path that is longer than what is kept of a line, and ends like a mapping.
+        let begun = "55aa00000000-55aa00001000 r-xp 00000000 08:01 77 /";
+        let long = "x".repeat(LINE_MOST as usize - begun.len());
+        maps(&root, 12, &format!("{begun}{long}{RAM}{OTHER}"));
+        assert_eq!(are_private(10, SEGMENT), Ok(()));
         root.remove("/proc/12/maps");
         assert!(are_private(10, SEGMENT).unwrap_err().contains("process 12"));
         root.remove("/proc/12");

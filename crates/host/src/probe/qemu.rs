@@ -10,8 +10,7 @@ use std::path::PathBuf;
 
 use ebb_core::config::{BY_UUID, by_uuid};
 use ebb_core::sample::VmId;
-use ebb_core::text::printable;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::managers::is_ebbs;
 use super::trust::is_qemu;
@@ -120,6 +119,11 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     Some(found)
 }
 
+/// Foreign text as it may be shown: at most `most` characters, none that steers a terminal.
+fn shown(text: &str, most: usize) -> String {
+    text.chars().take(most).map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
 /// Socket of an agent that was not loaded by `-plugin`, in what a process was
 /// started with (`/proc/PID/environ`): `LD_PRELOAD` names our library, and
 /// `EBB_AGENT_SOCKET` the path.
@@ -137,9 +141,9 @@ impl QemuArgs {
         match option {
             "name" => {
                 let name = Options::parse(value, "guest").get("guest").unwrap_or_default();
-                self.name = Some(printable(&name, MAX_NAME)).filter(|n| !n.is_empty());
+                self.name = Some(shown(&name, MAX_NAME)).filter(|n| !n.is_empty());
             }
-            "uuid" => self.uuid = Some(printable(value, MAX_KIND)),
+            "uuid" => self.uuid = Some(shown(value, MAX_KIND)),
             "qmp" | "qmp-pretty" => monitors.qmp(value),
             "chardev" => monitors.chardevs.push(Options::parse(value, "backend")),
             "mon" => monitors.mon(&Options::parse(value, "chardev")),
@@ -152,7 +156,7 @@ impl QemuArgs {
                 self.hugepages |= options.is_on("hugetlb");
                 let kind = options.get("qom-type").unwrap_or_default();
                 if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
-                    let kind = printable(&kind, MAX_KIND);
+                    let kind = shown(&kind, MAX_KIND);
                     self.pinned = Some(format!("guest memory is encrypted ({kind})"));
                 }
                 self.mem_paths.extend(options.get("mem-path"));
@@ -207,38 +211,62 @@ impl QemuArgs {
 
 /// `key=value,flag,…` or a JSON object, as QEMU takes either.
 #[derive(Debug)]
-pub(super) struct Options(Vec<(String, Option<String>)>);
+pub(super) enum Options {
+    Pairs(Vec<(String, Option<String>)>),
+    Json(Value),
+}
 
 impl Options {
     /// `implied` is the key of a first part that has none.
     pub(super) fn parse(text: &str, implied: &str) -> Options {
-        let mut pairs = Vec::new();
         if text.starts_with('{') {
-            flatten(&serde_json::from_str(text).unwrap_or_default(), &mut pairs);
-            return Options(pairs);
+            return Options::Json(serde_json::from_str(text).unwrap_or(Value::Null));
         }
-        for (i, part) in split_commas(text).into_iter().enumerate() {
-            pairs.push(match part.split_once('=') {
-                Some((key, value)) => (key.to_owned(), Some(value.to_owned())),
-                None if i == 0 => (implied.to_owned(), Some(part)),
-                None => (part, None),
-            });
-        }
-        Options(pairs)
+        let parts = split_commas(text).into_iter().enumerate();
+        Options::Pairs(
+            parts
+                .map(|(i, part)| match part.split_once('=') {
+                    Some((key, value)) => (key.to_owned(), Some(value.to_owned())),
+                    None if i == 0 => (implied.to_owned(), Some(part)),
+                    None => (part, None),
+                })
+                .collect(),
+        )
     }
 
     /// The last value of a key; in JSON at any depth.
     pub(super) fn get(&self, key: &str) -> Option<String> {
-        self.0.iter().rev().find(|(k, _)| k == key)?.1.clone()
+        match self {
+            Options::Pairs(pairs) => {
+                pairs.iter().rev().find(|(k, _)| k == key).and_then(|(_, v)| v.clone())
+            }
+            Options::Json(value) => match find_key(value, key)? {
+                Value::String(s) => Some(s.clone()),
+                Value::Bool(b) => Some(if *b { "on" } else { "off" }.to_owned()),
+                Value::Number(n) => Some(n.to_string()),
+                _ => None,
+            },
+        }
     }
 
     /// Each value of a key that may be there several times, or holds a list.
     pub(super) fn all(&self, key: &str) -> Vec<String> {
-        self.0.iter().filter(|(k, _)| k == key).filter_map(|(_, v)| v.clone()).collect()
+        match self {
+            Options::Pairs(pairs) => {
+                let its = pairs.iter().filter(|(k, _)| k == key);
+                its.filter_map(|(_, v)| v.clone()).collect()
+            }
+            Options::Json(value) => {
+                value[key].as_array().into_iter().flatten().map(Value::to_string).collect()
+            }
+        }
     }
 
     fn has(&self, key: &str) -> bool {
-        self.0.iter().any(|(k, _)| k == key)
+        match self {
+            Options::Pairs(pairs) => pairs.iter().any(|(k, _)| k == key),
+            Options::Json(value) => find_key(value, key).is_some(),
+        }
     }
 
     /// `key`, `key=on`, `=yes`, `=true`, `=y`.
@@ -247,21 +275,9 @@ impl Options {
     }
 }
 
-/// The pairs of an object: what is deeper, or a later sibling, comes before what counts more.
-fn flatten(object: &Map<String, Value>, pairs: &mut Vec<(String, Option<String>)>) {
-    object.values().rev().filter_map(Value::as_object).for_each(|inner| flatten(inner, pairs));
-    for (key, value) in object {
-        for value in value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice) {
-            let text = match value {
-                Value::String(s) => Some(s.clone()),
-                Value::Bool(b) => Some(if *b { "on" } else { "off" }.to_owned()),
-                Value::Number(n) => Some(n.to_string()),
-                Value::Null => None,
-                Value::Object(_) | Value::Array(_) => continue,
-            };
-            pairs.push((key.clone(), text));
-        }
-    }
+fn find_key<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
+    let map = value.as_object()?;
+    map.get(key).filter(|v| !v.is_object()).or_else(|| map.values().find_map(|v| find_key(v, key)))
 }
 
 /// Splits at single commas; `,,` is a comma.
@@ -288,7 +304,7 @@ impl Monitors {
         } else if let Some(id) = value.strip_prefix("chardev:") {
             self.ids.push(id.to_owned());
         } else if value != "none" {
-            let kind = printable(value.split([':', ',']).next().unwrap_or(""), 20);
+            let kind = shown(value.split([':', ',']).next().unwrap_or(""), 20);
             self.refused.push(format!("its QMP is on “{kind}”, Ebb needs a Unix socket{ADD}"));
         }
     }
@@ -362,7 +378,7 @@ mod tests {
     #[test]
     fn every_way_to_write_a_qmp_socket_is_understood() {
         let chardev = "socket,id=m0,path=/run/a.sock,server=on,wait=off";
-        let json = r#"{"id":"m","backend":{"id":"inner","type":"socket","data":{"addr":{"type":"unix","data":{"path":"/j"}},"server":true}}}"#;
+        let json = r#"{"id":"m","backend":{"type":"socket","data":{"addr":{"type":"unix","data":{"path":"/j"}},"server":true}}}"#;
         for (line, expected) in [
             (vec!["-qmp", "unix:/run/a.sock,server=on,wait=off"], vec!["/run/a.sock"]),
             (vec!["--qmp", "unix:/run/a.sock,server,nowait"], vec!["/run/a.sock"]),
@@ -427,7 +443,7 @@ mod tests {
         assert_eq!((b.name.as_deref(), b.passthrough), (Some("x"), true));
         assert_eq!(b.mem_paths, ["/huge/1"]);
         // The value of another option is not an option.
-        assert_eq!(args(&["-append", "-name", "-name", "a\nb"]).name.as_deref(), Some("a b"));
+        assert_eq!(args(&["-append", "-name", "-name", "a\nb"]).name.as_deref(), Some("a?b"));
     }
 
     #[test]

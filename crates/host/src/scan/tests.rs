@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use ebb_core::policy::merge::Candidates;
 
 use super::*;
+use crate::probe::pagemap::Pagemap;
 use crate::probe::process::read_stat;
 use crate::testing::tree;
 
@@ -156,6 +157,15 @@ fn truth(holders: &[(u64, &str)]) -> [u64; 4] {
 
 fn found(split: &Split) -> [u64; 4] {
     [split.zero, split.within, split.between, split.across].map(|b| b.0 / PAGE)
+}
+
+#[test]
+fn pages_are_listed_by_pagemap_scan_where_the_kernel_has_it() {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let mut parts = release.split(['.', '-']).map_while(|n| n.parse::<u32>().ok());
+    let kernel = (parts.next().unwrap(), parts.next().unwrap());
+    let pagemap = Pagemap::open(&Root::default(), std::process::id()).unwrap();
+    assert_eq!(pagemap.can_scan(), kernel >= (6, 7), "{release}");
 }
 
 #[test]

@@ -190,3 +190,15 @@ fn replays(dir: &Path) {
 fn signal(pid: u32, signal: Signal) {
     kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), signal).unwrap();
 }
+
+/// The ticks of the record that a daemon left there.
+fn recorded_ticks(dir: &Path) -> Vec<Value> {
+    let record = fs::read_to_string(dir.join("record.jsonl")).unwrap();
+    let lines = record.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
+    lines.filter(|tick| tick["plan"]["actions"].is_array()).collect()
+}
+
+/// The orders of a recorded tick to balloons.
+fn orders_of(tick: &Value) -> &[Value] {
+    tick["plan"]["actions"].as_array().unwrap()
+}

@@ -90,7 +90,7 @@ fn vm_an_order_that_a_paused_guest_has_not_followed_is_taken_back() {
 /// Where it goes there may be no Ebb that knows what it is owed. Nothing is taken of it meanwhile.
 #[test]
 fn vm_a_vm_that_is_migrated_takes_its_memory_along() {
-    let (_arena, vm, _dir, daemon) = squeezed("goes", true);
+    let (_arena, vm, dir, daemon) = squeezed("goes", true);
     begin_migration(&vm);
     wait_size(&vm, RAM);
     assert_eq!(daemon.vm("goes").unwrap()["run"], "migrating");
@@ -99,6 +99,13 @@ fn vm_a_vm_that_is_migrated_takes_its_memory_along() {
     wait_size(&vm, RAM);
     end_migration(&vm);
     assert!(daemon.stop());
+    let ticks = recorded_ticks(dir.path());
+    let during = ticks.iter().filter(|t| t["sample"]["vms"][0]["run"] == "migrating");
+    let orders: Vec<(u64, u64)> = during
+        .flat_map(orders_of)
+        .map(|a| (a["from"].as_u64().unwrap(), a["to"].as_u64().unwrap()))
+        .collect();
+    assert!(!orders.is_empty() && orders.iter().all(|(from, to)| to >= from), "{orders:?}");
 }
 
 /// Paused, saved to a file and ended, as `virsh save` does it: where it is restored there is no

@@ -103,8 +103,13 @@ fn vm_hands_off_holds_and_devices_that_are_plugged_in_lose_nothing() {
 fn a_vhost_user_disk_loses_nothing(vm: &Vm, dir: &Path, daemon: &Daemon) {
     let backend = Backend::start(dir);
     // All that is free, at once, again and again, while the device comes.
-    daemon.reclaim().unwrap();
-    daemon.wait_for("recycling", MINUTE, |s| recycled(&s["vms"][0]) > 0).unwrap();
+    let was = recycled(&daemon.vm(vm.name()).unwrap());
+    let again = |s: &Value| {
+        touch_and_free(vm, Bytes::mib(64));
+        daemon.reclaim().unwrap();
+        recycled(&s["vms"][0]) > was + (32 << 20)
+    };
+    daemon.wait_for("recycling", MINUTE, again).unwrap();
     let right = backend.sum();
     let wrong = std::thread::scope(|scope| {
         let reader = scope.spawn(|| {

@@ -41,6 +41,7 @@ fn vm_both_kernels_boot_with_every_vcpu_and_keep_their_memory() {
         vm.set_balloon(Bytes::mib(160)).unwrap();
         let small = |vm: &Vm| vm.balloon().unwrap() == Bytes::mib(160);
         vm.wait_for("the balloon to fill", MINUTE, small).unwrap();
+        vm.set_balloon(Bytes::mib(256)).unwrap();
         vm.reset().unwrap();
         vm.wait_ready().unwrap();
         assert_eq!(online(&vm), "0-2\n", "after a reset");

@@ -86,6 +86,9 @@ fn vm_what_a_guest_frees_returns_by_itself_and_at_once_when_asked_for() {
         // Some of it may have been recycled before it was asked for.
         let much = |_: &Value| (recycled()? - was > 200 << 20).then_some(());
         daemon.wait_for("that it was recycled", MINUTE, much).unwrap();
+        place.vm.tool().sh("rmmod ebb", MINUTE).unwrap();
+        let unloaded = |s: &Value| s["vms"][0]["tier"] != "guest";
+        daemon.wait_for("a module that is unloaded", MINUTE, unloaded).unwrap();
         assert!(daemon.stop());
     }
 }

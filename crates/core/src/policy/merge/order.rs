@@ -455,7 +455,7 @@ fn due(
     targets: &[&(&VmModel, &MergeVm)],
     memory: &MergeMemory,
 ) -> Option<(String, bool)> {
-    let (scan, every) = (&host.scan, host.config.settings.scan_ms);
+    let (scan, every) = (&host.scan, host.config.scan_ms);
     // A burst in pulses may take hours, and VMs come meanwhile.
     let gentle = is_gentle(host.config.settings.share(state));
     let idle = !scan.busy && (memory.govern.burst.is_none() || gentle);

@@ -57,8 +57,8 @@ fn an_order_that_failed_is_not_remembered_as_given() {
     assert!(memory.vms[0].order.is_none(), "a dry run has given none");
 }
 
-#[test]
-fn a_vm_whose_qemu_refuses_to_take_from_it_is_asked_again_after_30_s_and_others_at_once() {
+/// When the first of two was asked, whose orders fail, and how often the other.
+fn asked_of_one_that_fails(refused: bool) -> (Vec<u64>, usize) {
     let mut memory = Memory::default();
     let other = VmId { pid: 8, start: 9 };
     let (mut asked, mut others) = (Vec::new(), 0);
@@ -66,21 +66,34 @@ fn a_vm_whose_qemu_refuses_to_take_from_it_is_asked_again_after_30_s_and_others_
         let two =
             [ID, other].map(|id| VmSample { id, name: id.pid.to_string(), ..vm(1024, 600, 900) });
         let seen = with_left(Bytes::mib(300), sample(second * 1_000, two.to_vec()));
-        let refused = |a: &Action| Outcome {
+        let fails = |a: &Action| Outcome {
             vm: a.vm,
             error: (a.vm == ID).then(|| "Parameter 'target' expects a size".into()),
-            refused: a.vm == ID,
+            refused: refused && a.vm == ID,
             ..Outcome::default()
         };
         let (_, plan) =
-            decides(&mut memory, &seen, |_, _, plan| plan.actions.iter().map(refused).collect());
+            decides(&mut memory, &seen, |_, _, plan| plan.actions.iter().map(fails).collect());
         asked.extend(plan.actions.iter().filter(|a| a.vm == ID).map(|_| second));
         others += usize::from(plan.actions.iter().any(|a| a.vm == other && !a.gives()));
         let m = memory.of(ID);
         assert!(m.order.is_none() && m.stuck_until.is_none());
     }
+    (asked, others)
+}
+
+#[test]
+fn a_vm_whose_qemu_refuses_to_take_from_it_is_asked_again_after_30_s_and_others_at_once() {
+    let (asked, others) = asked_of_one_that_fails(true);
     let gaps: Vec<u64> = asked.windows(2).map(|w| w[1] - w[0]).collect();
     assert!(gaps.len() >= 2 && gaps.iter().all(|gap| (30..=32).contains(gap)), "{asked:?}");
+    assert!(others > 0);
+}
+
+#[test]
+fn an_order_that_fails_otherwise_is_given_again_at_once() {
+    let (asked, others) = asked_of_one_that_fails(false);
+    assert!(asked.len() > 20 && asked.windows(2).all(|w| w[1] - w[0] <= 2), "{asked:?}");
     assert!(others > 0);
 }
 

@@ -24,6 +24,18 @@ fn a_request_takes_all_idle_memory_at_once_or_just_so_much() {
 }
 
 #[test]
+fn a_request_takes_nothing_from_one_that_may_only_be_given_or_is_left_alone() {
+    let ask = |standing| {
+        let one = VmModel { standing, ..vm(1, 1024, 624) };
+        reclaimed(host(Pressure::Clear, 0, 2000), one, remembered(1))
+    };
+    assert!(ask(Standing::Ready).is_some());
+    for other in [Standing::GiveOnly, Standing::Off].map(|is| is("a reason".into())) {
+        assert_eq!(ask(other.clone()), None, "{other:?}");
+    }
+}
+
+#[test]
 fn what_agents_bring_for_a_request_is_not_taken_again() {
     let asks = |requests: &[Reclaim]| sizes(requests, &[Bytes::ZERO, Bytes::mib(100)])[0];
     let ask = |request: Reclaim| asks(&[request]);
