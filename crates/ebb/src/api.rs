@@ -54,18 +54,29 @@ const RECORDS: usize = 4;
 const PIECE: usize = 128 << 10;
 
 pub struct Latest {
-    pub tick: Tick,
-    pub model: Arc<Model>,
-    pub memory: Memory,
-    pub daemon: Daemon,
-    /// What is wrong with the configuration beside what the model says.
-    pub warnings: Vec<String>,
-    pub state: OnceLock<Arc<State>>,
-    pub supply: OnceLock<Supply>,
-    pub metrics: OnceLock<Bytes>,
+    tick: Tick,
+    model: Arc<Model>,
+    memory: Memory,
+    daemon: Daemon,
+    warnings: Vec<String>,
+    state: OnceLock<Arc<State>>,
+    supply: OnceLock<Supply>,
+    metrics: OnceLock<Bytes>,
 }
 
 impl Latest {
+    /// `warnings`: what is wrong with the configuration beside what the model says.
+    pub fn new(
+        tick: Tick,
+        model: Arc<Model>,
+        memory: Memory,
+        daemon: Daemon,
+        warnings: Vec<String>,
+    ) -> Latest {
+        let (state, supply, metrics) = Default::default();
+        Latest { tick, model, memory, daemon, warnings, state, supply, metrics }
+    }
+
     pub fn state(&self) -> Arc<State> {
         self.state.get_or_init(|| Arc::new(self.view())).clone()
     }

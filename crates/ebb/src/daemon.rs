@@ -234,7 +234,8 @@ impl Host for Daemon {
                 continue;
             }
             let left = Duration::from_millis(due.since(LinuxHost::now()));
-            if self.host.wait(Instant::now() + left) && !self.signals.any() {
+            let came_early = self.host.wait(Instant::now() + left);
+            if came_early && !self.signals.any() {
                 let soonest = self.read_at.plus(LEAST_TICK_MS).min(until);
                 std::thread::sleep(Duration::from_millis(soonest.since(LinuxHost::now())));
                 return true;

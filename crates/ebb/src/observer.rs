@@ -3,7 +3,8 @@
 //! A tick must cost little when no client reads. Sample, plan and model are published without a
 //! copy, what is remembered is copied; the log says what is new, and the record is packed.
 
-use std::collections::BTreeSet;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use anyhow::{Context, Result};
 use ebb_core::config::Config;
 use ebb_core::model::{Model, Pressure};
 use ebb_core::plan::LastResort;
-use ebb_core::sample;
+use ebb_core::sample::VmId;
 use ebb_core::tick::{Engine, Tick};
 use ebb_core::units::{Bytes, Stamp};
 use ebb_host::linux::LinuxHost;
@@ -28,6 +29,9 @@ use crate::view::{self, Decision, Problem};
 
 /// VMs that are not found within this time after the start are said to be missing.
 const SETTLED_MS: u64 = 10_000;
+
+/// A request that is not heeded is logged this often: `ebb reclaim` repeats it.
+const UNHEEDED_MS: u64 = 30_000;
 
 pub struct Observer {
     shared: Shared,
@@ -51,8 +55,8 @@ struct Said {
     vms: Option<usize>,
     last_resort: Vec<LastResort>,
     merging: String,
-    /// Requests that are not heeded: `ebb reclaim` repeats them.
-    unheeded: LogLimiter,
+    /// VMs whose owner's request is not heeded, and when that was said.
+    unheeded: BTreeMap<VmId, Stamp>,
     problems: LogLimiter,
     orders: LogLimiter,
     warnings: LogLimiter,
@@ -123,8 +127,7 @@ impl Observer {
         self.daemon.record_s = published.recorder.span_ms() as f64 / 1000.0;
         self.daemon.record = Bytes(published.recorder.bytes() as u64);
         let (memory, daemon) = (engine.memory.clone(), self.daemon.clone());
-        let (model, (state, supply, metrics)) = (model.clone(), Default::default());
-        let latest = Latest { tick, model, memory, daemon, warnings, state, supply, metrics };
+        let latest = Latest::new(tick, model.clone(), memory, daemon, warnings);
         published.latest = Some(Arc::new(latest));
         published.decided(decisions);
         let wanted = published.recorder.wants_head();
@@ -211,16 +214,14 @@ impl Observer {
         for p in self.said.problems.news(tick.sample.at, &tick.sample.problems) {
             say(&Problem::new(p, model).to_string());
         }
-        let at = tick.sample.at;
-        let unheeded = view::unheeded(tick, model).into_iter();
-        let unheeded = unheeded.map(|(vm, message)| sample::Problem {
-            vm: Some(vm),
-            source: String::new(),
-            message,
-        });
-        for p in self.said.unheeded.news(at, &unheeded.collect::<Vec<_>>()) {
-            let name = model.vms.iter().find(|v| Some(v.id) == p.vm).map_or("", |v| &v.name);
-            say(&format!("{name}: not asked for its memory as the operator wished: {}", p.message));
+        let (at, said) = (tick.sample.at, &mut self.said.unheeded);
+        said.retain(|_, told| at.since(*told) < UNHEEDED_MS);
+        for (vm, why) in view::unheeded(tick, model) {
+            if let Entry::Vacant(new) = said.entry(vm) {
+                new.insert(at);
+                let name = model.vms.iter().find(|v| v.id == vm).map_or("", |v| &v.name);
+                say(&format!("{name}: not asked for its memory as the operator wished: {why}"));
+            }
         }
         for line in self.said.orders.orders(at, decisions) {
             say(&line);

@@ -269,15 +269,31 @@ pub fn parse_number<T: std::str::FromStr>(text: &str) -> Result<T, ParseError> {
 pub fn field<T>(
     text: &str,
     key: &str,
-    parse: impl FnOnce(&str) -> Option<T>,
+    parse: impl Fn(&str) -> Option<T>,
 ) -> Result<Option<T>, ParseError> {
-    let found = text.lines().enumerate().find_map(|(i, line)| {
-        let value = line.strip_prefix(key)?.strip_prefix([' ', ':'])?;
-        Some((i, line, value.trim()))
-    });
-    let Some((i, line, value)) = found else { return Ok(None) };
-    let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
-    parse(value).map(Some).ok_or_else(bad)
+    fields(text, [key], parse).map(|[value]| value)
+}
+
+/// The same of several keys, in one pass over the text; of lines with the same key the first counts.
+pub fn fields<T, const N: usize>(
+    text: &str,
+    keys: [&str; N],
+    parse: impl Fn(&str) -> Option<T>,
+) -> Result<[Option<T>; N], ParseError> {
+    let (mut told, mut left) = ([const { None }; N], N);
+    for (i, line) in text.lines().enumerate() {
+        let Some((key, value)) = line.split_once([' ', ':']) else { continue };
+        let Some(n) = keys.iter().position(|k| *k == key).filter(|n| told[*n].is_none()) else {
+            continue;
+        };
+        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
+        told[n] = Some(parse(value.trim()).ok_or_else(bad)?);
+        left -= 1;
+        if left == 0 {
+            break;
+        }
+    }
+    Ok(told)
 }
 
 /// Undoes the kernel's `\ooo` escapes of mountinfo and swaps
@@ -306,6 +322,16 @@ mod tests {
         root.put("/long", vec![b'x'; MAX_FILE as usize + 1]);
         let error = root.read("/long").unwrap_err().to_string();
         assert!(error.contains("/long: longer than"), "{error}");
+    }
+
+    #[test]
+    fn of_each_key_the_first_line_counts_and_a_bad_one_is_named() {
+        let text = "some 1\nsomething 2\nfull: 3\nfull: x\nlast y\n";
+        let number = |v: &str| v.parse::<u32>().ok();
+        let told = fields(text, ["full", "none", "some"], number).unwrap();
+        assert_eq!(told, [Some(3), None, Some(1)]);
+        assert_eq!(fields(text, ["some", "last"], number).unwrap_err().line, 5);
+        assert_eq!(field(text, "full", number).unwrap(), Some(3), "nothing beyond is read");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ebb_core::config::{AgentUse, SocketUse};
 use ebb_core::wire::{Answer, Command, Hello, Lines, PROTOCOL, Reply, ReplyResult, Request};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
@@ -17,10 +18,22 @@ use tempfile::TempDir;
 
 use crate::probe::trust::TrustRules;
 use crate::root::Root;
+use crate::vm::Access;
 
 /// Every process that is called QEMU: a fixture's files belong to the user of the tests.
 pub(crate) const ANYTHING: TrustRules =
     TrustRules { users: None, programs: None, containers: true };
+
+/// Ebb may do all with the VM.
+pub(crate) fn full_access() -> Access {
+    Access {
+        managed: true,
+        sockets: SocketUse::Any,
+        agent: AgentUse::On,
+        agent_then: AgentUse::On,
+        ..Access::default()
+    }
+}
 
 /// A tree of files that stands for `/`, for as long as it is kept.
 pub(crate) struct Tree {
@@ -144,8 +157,8 @@ pub(crate) fn qmp_answer(said: Said, id: &Value) -> String {
     json!({ key: said, "id": id }).to_string() + "\n"
 }
 
-/// Serves a client as an agent does until it leaves; what it `says` to a command with which so many
-/// descriptors came, after it has said hello. It leaves itself where that is nothing.
+/// Serves a client as an agent does until it leaves. `says`: its answer to a command, given the
+/// number of descriptors that have come; it leaves where there is none. It answers hello by itself.
 pub(crate) fn agent(
     mut stream: &UnixStream,
     wants_descriptor: bool,

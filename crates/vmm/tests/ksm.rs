@@ -19,7 +19,7 @@ fn open(guest: &Guest) -> bool {
     open_among(guest, 0, guest.pages)
 }
 
-/// The same of the mappings of so many pages.
+/// The same of the mappings of `pages` pages from the `first` on.
 fn open_among(guest: &Guest, first: u64, pages: u64) -> bool {
     let start = guest.memory.address() + first * PAGE;
     let end = start + pages * PAGE;

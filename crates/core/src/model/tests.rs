@@ -19,7 +19,7 @@ fn host_sample(available_mib: u64) -> Sample {
     Sample { at: Stamp(5_000), host, ..Sample::default() }
 }
 
-/// A VM of so much RAM and so large, all in MiB; `available`: what its guest says, if it does.
+/// A VM with this RAM and size, all in MiB; `available`: what its guest says, if it does.
 fn running(ram: u64, actual: u64, available: Option<u64>) -> VmSample {
     let says = |mib| GuestStats { available: Some(Bytes::mib(mib)), ..GuestStats::default() };
     let (actual, guest) = (Bytes::mib(actual), available.map(says));

@@ -299,15 +299,15 @@ fn relieve(
         // What the asking VMs take is in their wishes.
         let others = model.vms.iter().enumerate().filter(|(i, _)| poor.binary_search(i).is_err());
         let others = others.map(|(_, vm)| vm).filter(|vm| !vm.outside);
-        let limit = &model.host.shown;
+        let shown = &model.host.shown;
         let fund = Fund {
-            headroom: (!model.host.limits.is_empty()).then_some(limit.headroom),
-            swap_left: limit.swap_left,
-            reserve: limit.reserve,
+            headroom: (!model.host.limits.is_empty()).then_some(shown.headroom),
+            swap_left: shown.swap_left,
+            reserve: shown.reserve,
             outstanding: others.clone().map(|vm| vm.outstanding).sum(),
             spoken_for: others.map(spoken_for).sum(),
             keep: allot.keep_by_cache,
-            calm: limit.state <= Pressure::Soft,
+            calm: shown.state <= Pressure::Soft,
         };
         let grants = grant(&fund, &asked);
         deferred.push(grants.iter().map(|g| g.deferred).sum());

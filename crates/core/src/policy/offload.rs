@@ -164,7 +164,7 @@ mod tests {
         Model { at: NOW, dt_ms: 1000, host, vms }
     }
 
-    /// What earlier stages do not bring has been missing for so long.
+    /// `missing_ms`: for how long memory has been missing that earlier stages do not bring.
     fn memory(vms: Vec<VmMemory>, missing_ms: Option<u64>) -> Memory {
         let beyond_since = missing_ms.map(|ms| Stamp(NOW.0 - ms));
         Memory { vms, beyond_since, ..Memory::default() }

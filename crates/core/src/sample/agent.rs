@@ -67,7 +67,7 @@ impl AgentSample {
         self.link == Link::Up && self.state == AgentState::Ready
     }
 
-    /// One whose map shows so many MiB that the host holds.
+    /// One whose map shows `held` MiB that are free in the guest and held by the host.
     #[cfg(test)]
     pub fn ready(held: u64) -> AgentSample {
         let (held, state) = (Some(Bytes::mib(held)), AgentState::Ready);

@@ -52,7 +52,7 @@ impl Guest {
         }
     }
 
-    /// One of so many MiB that uses `used`, of which the host holds `resident`.
+    /// One with `ram` MiB that uses `used` MiB, and of which the host holds `resident` MiB.
     pub fn small(ram: u64, used: u64, resident: u64) -> Guest {
         let [ram, used, resident] = [ram, used, resident].map(Bytes::mib);
         Guest { ram, actual: ram, target: ram, used, wanted: used, resident, ..Guest::new(1, 1) }

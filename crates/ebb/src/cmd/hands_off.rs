@@ -67,3 +67,42 @@ fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<
     }
     Ok(false)
 }
+
+#[cfg(test)]
+pub mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixListener;
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    /// A daemon of one VM, `web`, that is reloaded after it has told its state once; its socket.
+    pub fn reloaded_soon() -> (TempDir, String) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ebb.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::spawn(move || {
+            let mut tick = 100;
+            for mut stream in listener.incoming().map_while(Result::ok) {
+                let mut request = [0; 4096];
+                let read = stream.read(&mut request).unwrap_or(0);
+                let mut body = String::new();
+                if request[..read].starts_with(b"GET") {
+                    body = format!("{{\"tick\": {tick}, \"vms\": [{{\"name\": \"web\"}}]}}");
+                    tick = 2;
+                }
+                let _ = write!(stream, "HTTP/1.1 200 OK\r\n\r\n{body}");
+            }
+        });
+        (dir, path.display().to_string())
+    }
+
+    #[test]
+    fn a_daemon_that_was_reloaded_is_not_waited_for() {
+        let (_dir, socket) = reloaded_soon();
+        let begun = Instant::now();
+        assert!(on(&socket, "web").unwrap());
+        assert!(begun.elapsed() < PATIENCE / 2);
+    }
+}

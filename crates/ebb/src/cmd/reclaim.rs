@@ -20,7 +20,7 @@ const AGAIN: Duration = Duration::from_millis(300);
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The result, measured on the host.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Debug, Default, PartialEq, Serialize)]
 struct Came {
     /// Fall of the VMs' residency.
     resident: Bytes,
@@ -41,22 +41,32 @@ impl Came {
     fn taken(&self) -> Bytes {
         self.recycled + self.ballooned + self.zeros
     }
+}
 
-    /// The levels and counters of this moment.
-    fn now(state: &State, request: &Reclaim) -> Came {
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Now {
+    resident: Bytes,
+    free: Bytes,
+    pool: Option<Bytes>,
+    recycled: Bytes,
+    ballooned: Bytes,
+    zeros: Bytes,
+}
+
+impl Now {
+    fn of(state: &State, request: &Reclaim) -> Now {
         let vms = || state.vms.iter().filter(|v| request.means(&v.name));
-        Came {
+        Now {
             resident: vms().filter_map(|v| v.resident).sum(),
-            host_free: state.host.free.unwrap_or_default(),
+            free: state.host.free.unwrap_or_default(),
             pool: state.host.pool.as_ref().map(|p| p.usage),
             recycled: vms().filter_map(|v| v.agent.as_ref()).map(|a| a.counters.recycled).sum(),
             ballooned: vms().map(|v| v.ballooned).sum(),
             zeros: vms().filter_map(|v| v.tasks.zeros.as_ref()).map(|z| z.freed).sum(),
-            seconds: 0.0,
         }
     }
 
-    fn moved(&self, other: &Came) -> bool {
+    fn moved(&self, other: &Now) -> bool {
         let far = |a: Bytes, b: Bytes| a.abs_diff(b) >= Bytes::mib(2);
         far(self.resident, other.resident)
             || far(self.recycled, other.recycled)
@@ -74,7 +84,7 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
     if state.daemon.dry_run {
         bail!("the daemon is in a dry run: it changes nothing");
     }
-    let before = Came::now(&state, &request);
+    let before = Now::of(&state, &request);
     daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
     let came = watch(socket, &request, before)?;
     emit_as(json, &came, || Ok(text(&came)))?;
@@ -103,7 +113,7 @@ fn fresh(socket: &str) -> Result<State> {
     }
 }
 
-fn watch(socket: &str, request: &Reclaim, before: Came) -> Result<Came> {
+fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
     let began = Instant::now();
     let (mut last, mut moved) = (before, began);
     let mut again = AGAIN;
@@ -115,14 +125,14 @@ fn watch(socket: &str, request: &Reclaim, before: Came) -> Result<Came> {
             again += AGAIN;
             daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?)?;
         }
-        let now = Came::now(&daemon_client::get_json(socket, "/v1/state")?, request);
+        let now = Now::of(&daemon_client::get_json(socket, "/v1/state")?, request);
         if now.moved(&last) {
             (last, moved) = (now, Instant::now());
         }
     }
     Ok(Came {
         resident: before.resident - last.resident,
-        host_free: last.host_free - before.host_free,
+        host_free: last.free - before.free,
         pool: before.pool.zip(last.pool).map(|(b, l)| b - l),
         recycled: last.recycled - before.recycled,
         ballooned: last.ballooned - before.ballooned,
@@ -146,6 +156,13 @@ fn text(c: &Came) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cmd::hands_off::tests::reloaded_soon;
+
+    #[test]
+    fn the_state_of_a_daemon_that_was_reloaded_is_fresh() {
+        let (_dir, socket) = reloaded_soon();
+        assert_eq!(fresh(&socket).unwrap().tick, 2);
+    }
 
     #[test]
     fn zero_pages_that_were_freed_are_something_that_was_taken() {

@@ -3,7 +3,7 @@
 use ebb_core::sample::Meminfo;
 use ebb_core::units::Bytes;
 
-use crate::root::{ParseError, Probed, Root, field};
+use crate::root::{ParseError, Probed, Root, field, fields};
 
 pub fn read_meminfo(root: &Root) -> Probed<Meminfo> {
     root.parse("/proc/meminfo", parse_meminfo)
@@ -12,23 +12,34 @@ pub fn read_meminfo(root: &Root) -> Probed<Meminfo> {
 /// Parses it. `MemTotal`, `MemFree` and `MemAvailable` (Linux 3.14+) must be
 /// there; fields that a kernel may be built without count as 0.
 pub fn parse_meminfo(text: &str) -> Result<Meminfo, ParseError> {
-    let told = |key| field(text, key, parse_kib);
-    let must = |key| told(key)?.ok_or_else(|| ParseError::missing(key));
-    let size = |key| Ok(told(key)?.unwrap_or_default());
-    let available = || ParseError::missing("MemAvailable (Linux 3.14+)");
+    let keys = [
+        "MemTotal",
+        "MemFree",
+        "MemAvailable",
+        "Buffers",
+        "Cached",
+        "Shmem",
+        "SwapTotal",
+        "SwapFree",
+        "Hugetlb",
+        "Hugepagesize",
+    ];
+    let [total, free, available, buffers, cached, shmem, swap_total, swap_free, hugetlb, huge] =
+        fields(text, keys, parse_kib)?;
+    let must = |size: Option<Bytes>, key| size.ok_or_else(|| ParseError::missing(key));
     // Kernels before 4.16 tell only the default size's pool.
     let pages: Option<u64> = field(text, "HugePages_Total", |v| v.parse().ok())?;
-    let pool = Bytes(size("Hugepagesize")?.0.saturating_mul(pages.unwrap_or_default()));
+    let pool = Bytes(huge.unwrap_or_default().0.saturating_mul(pages.unwrap_or_default()));
     Ok(Meminfo {
-        total: must("MemTotal")?,
-        free: must("MemFree")?,
-        available: told("MemAvailable")?.ok_or_else(available)?,
-        buffers: size("Buffers")?,
-        cached: size("Cached")?,
-        shmem: size("Shmem")?,
-        swap_total: size("SwapTotal")?,
-        swap_free: size("SwapFree")?,
-        hugetlb: told("Hugetlb")?.unwrap_or(pool),
+        total: must(total, "MemTotal")?,
+        free: must(free, "MemFree")?,
+        available: must(available, "MemAvailable (Linux 3.14+)")?,
+        buffers: buffers.unwrap_or_default(),
+        cached: cached.unwrap_or_default(),
+        shmem: shmem.unwrap_or_default(),
+        swap_total: swap_total.unwrap_or_default(),
+        swap_free: swap_free.unwrap_or_default(),
+        hugetlb: hugetlb.unwrap_or(pool),
     })
 }
 

@@ -8,17 +8,15 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use ebb_core::sample::{Psi, PsiLine};
 
-use crate::root::{ParseError, Probed, Root, field, probed};
+use crate::root::{ParseError, Probed, Root, fields, probed};
 
 pub const MEMORY: &str = "/proc/pressure/memory";
 
 /// Reads its text: `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`, then `full …`.
 pub fn parse_psi(text: &str) -> Result<Psi, ParseError> {
-    let some = field(text, "some", parse_line)?;
-    Ok(Psi {
-        some: some.ok_or_else(|| ParseError::missing("line “some”"))?,
-        full: field(text, "full", parse_line)?.unwrap_or_default(),
-    })
+    let [some, full] = fields(text, ["some", "full"], parse_line)?;
+    let some = some.ok_or_else(|| ParseError::missing("line “some”"))?;
+    Ok(Psi { some, full: full.unwrap_or_default() })
 }
 
 fn parse_line(text: &str) -> Option<PsiLine> {

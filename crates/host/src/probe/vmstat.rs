@@ -2,7 +2,7 @@
 
 use ebb_core::sample::Vmstat;
 
-use crate::root::{ParseError, Probed, Root, field};
+use crate::root::{ParseError, Probed, Root, fields};
 
 pub fn read_vmstat(root: &Root) -> Probed<Vmstat> {
     root.parse("/proc/vmstat", parse_vmstat)
@@ -17,18 +17,25 @@ pub fn zeros_are_not_written(root: &Root) -> bool {
 /// Parses it. Refaults are `workingset_refault_anon` + `_file` (5.9+), or the
 /// one `workingset_refault` of older kernels.
 pub fn parse_vmstat(text: &str) -> Result<Vmstat, ParseError> {
-    let count = |key| field(text, key, |v| v.parse::<u64>().ok());
-    let mut refaults = 0u64;
-    for key in ["workingset_refault_anon", "workingset_refault_file", "workingset_refault"] {
-        refaults = refaults.saturating_add(count(key)?.unwrap_or_default());
-    }
+    let keys = [
+        "pswpin",
+        "pswpout",
+        "pgmajfault",
+        "oom_kill",
+        "cow_ksm",
+        "workingset_refault_anon",
+        "workingset_refault_file",
+        "workingset_refault",
+    ];
+    let [swap_in, swap_out, major_faults, oom_kills, cow_ksm, anon, file, all] =
+        fields(text, keys, |v| v.parse::<u64>().ok())?;
     Ok(Vmstat {
-        swap_in_pages: count("pswpin")?.unwrap_or_default(),
-        swap_out_pages: count("pswpout")?.unwrap_or_default(),
-        major_faults: count("pgmajfault")?.ok_or_else(|| ParseError::missing("pgmajfault"))?,
-        refaults,
-        oom_kills: count("oom_kill")?,
-        cow_ksm: count("cow_ksm")?,
+        swap_in_pages: swap_in.unwrap_or_default(),
+        swap_out_pages: swap_out.unwrap_or_default(),
+        major_faults: major_faults.ok_or_else(|| ParseError::missing("pgmajfault"))?,
+        refaults: [anon, file, all].into_iter().flatten().fold(0, u64::saturating_add),
+        oom_kills,
+        cow_ksm,
     })
 }
 

@@ -155,7 +155,7 @@ mod tests {
         // Two alike, one alone, and one that is marked twice alone.
         let pages = [(2 * PAGE, 5), (3 * PAGE, 6), (9 * PAGE, 7), (1 << 30, 5)];
         for (address, hash) in pages {
-            tags.same(address, hash << 8, true);
+            tags.same(address, hash << 8);
             set.insert(address);
             filter.put(tags.at(address).unwrap());
         }

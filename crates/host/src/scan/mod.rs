@@ -176,6 +176,12 @@ pub struct Options {
     pub readers: Arc<Readers>,
 }
 
+impl Options {
+    fn one_in(&self) -> u64 {
+        self.one_in.max(1).into()
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ScanOutcome {
     Scanned,

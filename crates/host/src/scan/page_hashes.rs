@@ -35,6 +35,15 @@ impl PageHashes {
         }
     }
 
+    /// Whether a page's hash is what it was; where it is not, it is noted.
+    pub fn same(&self, address: u64, hash: u128) -> bool {
+        self.compare(address, hash, true)
+    }
+
+    pub fn still(&self, address: u64, hash: u128) -> bool {
+        self.compare(address, hash, false)
+    }
+
     /// What was noted of a page; 0: nothing.
     pub fn at(&self, address: u64) -> Option<u32> {
         self.cell(address).map(|cell| cell.load(Relaxed))
@@ -45,8 +54,7 @@ impl PageHashes {
         tags.get(((address - range.start) / PAGE) as usize)
     }
 
-    /// Whether a page's hash is what was noted of it; `note`: where it is not, it is noted.
-    pub fn same(&self, address: u64, hash: u128, note: bool) -> bool {
+    fn compare(&self, address: u64, hash: u128, note: bool) -> bool {
         let Some(cell) = self.cell(address) else { return false };
         let (tag, old) = (tag(hash), cell.load(Relaxed));
         if old != tag && note {
@@ -72,14 +80,14 @@ mod tests {
         let mut tags = PageHashes::default();
         tags.fit(&ram);
         for page in [0x10_0000, 0x10_7000, 0x40_0000] {
-            assert!(!tags.same(page, 5 << 8, true), "never seen");
-            assert!(tags.same(page, 5 << 8, true), "seen");
-            assert!(!tags.same(page, 4 << 8, false) && tags.same(page, 5 << 8, false), "not noted");
-            assert!(!tags.same(page, 6 << 8, true), "changed");
+            assert!(!tags.same(page, 5 << 8), "never seen");
+            assert!(tags.same(page, 5 << 8), "seen");
+            assert!(!tags.still(page, 4 << 8) && tags.still(page, 5 << 8), "not noted");
+            assert!(!tags.same(page, 6 << 8), "changed");
         }
-        assert!(!tags.same(0x10_8000, 1, true) && !tags.same(0x10_8000, 1, true), "not RAM");
+        assert!(!tags.same(0x10_8000, 1) && !tags.same(0x10_8000, 1), "not RAM");
         tags.fit(&ram[..1]);
-        assert!(tags.same(0x10_7000, 6 << 8, true), "kept");
+        assert!(tags.same(0x10_7000, 6 << 8), "kept");
         assert_eq!(tags.bytes(), 32);
     }
 
@@ -87,6 +95,6 @@ mod tests {
     fn a_hash_of_zero_bits_is_still_a_hash() {
         let mut tags = PageHashes::default();
         tags.fit(&[Range { start: 0, len: PAGE }]);
-        assert!(!tags.same(0, 0xff, true) && tags.same(0, 0xff, true));
+        assert!(!tags.same(0, 0xff) && tags.same(0, 0xff));
     }
 }

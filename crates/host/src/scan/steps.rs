@@ -132,7 +132,7 @@ impl<'a> Job<'a> {
             *numbers.entry(name).or_insert(next)
         };
         let noted = options.changes != Changes::Ignore;
-        let all = options.changes == Changes::Note && options.one_in <= 1;
+        let all = options.changes == Changes::Note && options.one_in() == 1;
         let by_agents = targets.iter().any(|t| agents.contains_key(&t.id));
         let held = targets.iter().map(|t| t.held).sum::<Bytes>();
         let filter =

@@ -12,7 +12,7 @@ use super::questions::{BALLOON_CHANGE, RARELY};
 use super::*;
 use crate::probe::qemu::{QemuArgs, QmpAddress};
 use crate::qmp_balloon::REPORTING;
-use crate::testing::{eventually, socket};
+use crate::testing::{eventually, full_access, socket};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -50,7 +50,7 @@ fn answered(vm: &mut Vm, at: Stamp) -> VmSample {
     vm.sample(at, 0, &mut Vec::new())
 }
 
-/// Takes answers for so long; whether none is left.
+/// Takes answers until none is awaited or `patience` is over; whether none is awaited.
 fn hear_all(vm: &mut Vm, patience: Duration) -> bool {
     let until = Instant::now() + patience;
     while !vm.asked.is_empty() && Instant::now() < until {
@@ -64,14 +64,7 @@ fn hear_all(vm: &mut Vm, patience: Duration) -> bool {
 fn vm(path: PathBuf) -> Vm {
     let args = QemuArgs { qmp: QmpAddress::Paths(vec![path]), ..QemuArgs::default() };
     let plain = QemuProcess::plain(VmId { pid: std::process::id(), start: 0 }, "v".into());
-    let access = Access {
-        managed: true,
-        sockets: SocketUse::Any,
-        agent: AgentUse::On,
-        agent_then: AgentUse::On,
-        ..Access::default()
-    };
-    Vm::new(QemuProcess { args, ..plain }, 1, access)
+    Vm::new(QemuProcess { args, ..plain }, 1, full_access())
 }
 
 /// A VM of 1 GiB, but for that, and its QEMU.

@@ -355,7 +355,7 @@ pub fn attached(guest: &Arc<Guest>, faults: Faults) -> (Agent, Beside) {
     (agent, beats)
 }
 
-/// How long a contest lasts: `EBB_STRESS_SECONDS`, or so many.
+/// How long a contest lasts: `EBB_STRESS_SECONDS`, else the default that is given.
 pub fn seconds(default: u64) -> Duration {
     let more = std::env::var("EBB_STRESS_SECONDS").ok().and_then(|v| v.parse().ok());
     Duration::from_secs(more.unwrap_or(default))

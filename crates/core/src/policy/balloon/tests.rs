@@ -90,7 +90,7 @@ fn says(mut vm: VmModel, change: impl FnOnce(&mut GuestModel)) -> VmModel {
     vm
 }
 
-/// The same with a need that grows by so many MiB a second.
+/// The same with a need that grows by this rate, MiB a second.
 fn grows(vm: VmModel, mib: u64) -> VmModel {
     let rates = GuestRates { need: (mib << 20) as f64, ..GuestRates::default() };
     says(vm, |g| g.rates = Some(rates))
@@ -128,7 +128,7 @@ fn ago(ms: u64) -> Option<Stamp> {
     Some(Stamp(NOW.0 - ms))
 }
 
-/// An order of so long ago, by which the balloon has not moved for some time.
+/// An order that is `ago_ms` old; the balloon has not moved for `still_ms`.
 fn ordered((from, to): (u64, u64), still_ms: u64, ago_ms: u64) -> Option<BalloonOrder> {
     let (to, moved_from, since) = (Bytes::mib(to), Bytes::mib(from), Stamp(NOW.0 - ago_ms));
     Some(BalloonOrder { to, moved_from, still_ms, since, cuts_short: false })

@@ -168,8 +168,8 @@ fn block(
 fn join(runs: &mut Vec<Run>, gap: u64) {
     runs.dedup_by(|next, run| {
         let between = (next.start - run.end) / PAGE;
-        let near = between <= gap || between <= GAP_OPEN && next.gap_open;
-        let near = near && !next.first;
+        let close = between <= gap || between <= GAP_OPEN && next.gap_open;
+        let near = close && !next.first;
         if near {
             run.found.add(&next.found);
             // Alone, or not in memory: counted as the former.

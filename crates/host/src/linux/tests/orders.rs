@@ -3,7 +3,6 @@
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use ebb_core::config::{AgentUse, SocketUse};
 use ebb_core::plan::{Plan, RecycleOrder};
 use ebb_core::wire::{AgentState, Answer, Command, Recycle, Recycled, Status};
 use serde_json::{Value, json};
@@ -11,8 +10,8 @@ use serde_json::{Value, json};
 use super::*;
 use crate::agent_link::AgentLink;
 use crate::probe::qemu::{QemuArgs, QemuProcess, QmpAddress};
-use crate::testing::{Tree, agent, qmp};
-use crate::vm::{Access, Vm};
+use crate::testing::{Tree, agent, full_access, qmp};
+use crate::vm::Vm;
 
 const TREE: &str = "FlatView #0
  AS \"memory\", root: system
@@ -114,15 +113,8 @@ fn scene() -> Scene {
     let args =
         QemuArgs { qmp: QmpAddress::Paths(vec![qmp]), agent: Some(socket), ..QemuArgs::default() };
     let process = QemuProcess { args, ..QemuProcess::plain(vm, "a".into()) };
-    let access = Access {
-        managed: true,
-        sockets: SocketUse::Any,
-        agent: AgentUse::On,
-        agent_then: AgentUse::On,
-        ..Access::default()
-    };
     let mut host = host(&tree, Options { deadline: LONG, ..Options::default() });
-    host.vms.insert(vm, Vm::new(process, 1, access));
+    host.vms.insert(vm, Vm::new(process, 1, full_access()));
     let mut scene = Scene { host, vm, shared, _tree: tree };
     eventually(|| {
         scene.tick();

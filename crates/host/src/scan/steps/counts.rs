@@ -26,10 +26,10 @@ impl Worker<'_, '_> {
         let tags = job.tags[vm];
         pages.read += 1;
         if changes == Changes::SpotCheck {
-            pages.changed += u64::from(!tags.is_some_and(|t| t.same(address, hash, false)));
+            pages.changed += u64::from(!tags.is_some_and(|t| t.still(address, hash)));
             return false;
         }
-        if tags.is_some_and(|t| !t.same(address, hash, true)) {
+        if tags.is_some_and(|t| !t.same(address, hash)) {
             pages.changed += 1;
         }
         if let Some(filter) = &job.filter {

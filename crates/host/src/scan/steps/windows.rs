@@ -50,7 +50,7 @@ impl Windows {
 impl Job<'_> {
     /// The pieces of a sample, chosen by the key: no guest can tell which.
     pub(super) fn sample(&self, vm: usize, runs: &[Range], size: u64) -> Vec<Range> {
-        let one_in = u64::from(self.options.one_in.max(1));
+        let one_in = self.options.one_in();
         let place = |start: u64| (start / size).wrapping_add(self.options.salt << 48);
         let chosen =
             |piece: &Range| self.key.mix(vm as u64, place(piece.start)).is_multiple_of(one_in);
@@ -60,7 +60,7 @@ impl Job<'_> {
     /// The pieces of a spot check: one of each stretch, so that all of a stretch cannot change
     /// unseen.
     pub(super) fn spot_check_pieces(&self, vm: usize, window: Range) -> Vec<Range> {
-        let one_in = u64::from(self.options.one_in.max(1));
+        let one_in = self.options.one_in();
         let stretch = SPOT_CHECK * one_in;
         let piece = |start: u64| {
             let place = (start / stretch).wrapping_add(self.options.salt << 48);

@@ -53,7 +53,7 @@ fn answer(pid: u32, ask: &HashRequest) -> HashReply {
     told
 }
 
-/// The first two have agents; the second one's gives so many answers.
+/// The first two have agents; the second one's agent stops after `answers` answers.
 fn with_agents(all: &[Target], answers: u64) -> (Scanner, Arc<HashLink>) {
     let [first, second] =
         [(0, u64::MAX), (1, answers)].map(|(n, most)| agent(&all[n], most, |_| ()).0);

@@ -36,7 +36,7 @@ pub(crate) struct State {
     pub faults: VecDeque<u64>,
     /// How often it asks its guest, as it was set.
     pub interval: u64,
-    /// It answers no more once it has set so many properties.
+    /// It stops answering when it has set this number of properties.
     pub sets: Option<usize>,
     /// It refuses commands that have this in their line, and answers others late.
     pub refuses: Option<&'static str>,

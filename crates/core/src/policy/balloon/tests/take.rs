@@ -72,7 +72,7 @@ fn taken_of_two(host: HostModel, vms: [VmModel; 2], remembered: Vec<VmMemory>) -
     (taken(&v, 0), taken(&v, 1))
 }
 
-/// One with 900 MiB available, so much of it in page cache.
+/// One with 900 MiB available, of which `mib` are page cache.
 fn caching(pid: u32, mib: u64) -> VmModel {
     says(vm(pid, 1024, 900), |g| g.cache = Bytes::mib(mib))
 }
