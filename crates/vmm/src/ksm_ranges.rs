@@ -314,14 +314,18 @@ fn room(merged: u64, (spare, below): (u64, Option<Bytes>), meminfo: &str) -> Res
     let below = below.map_or(u64::MAX, |bytes| bytes.0 / PAGE);
     let few = match merged {
         0 => return Ok(()),
-        _ if merged + SPARE_BELOW > below => format!("{} MiB that its limits leave", below >> 8),
-        _ if merged + spare > available => format!("{} MiB of available memory", available >> 8),
+        _ if merged + SPARE_BELOW > below => {
+            format!("{} that its limits leave", Bytes::pages(below))
+        }
+        _ if merged + spare > available => {
+            format!("{} of available memory", Bytes::pages(available))
+        }
         _ => return Ok(()),
     };
     Err(format!(
-        "KSM has merged {} MiB of this VM that are to be private again, and {few} are too few for \
-         it: free some",
-        merged >> 8
+        "KSM has merged {} of this VM that are to be private again, and {few} are too few for it: \
+         free some",
+        Bytes::pages(merged)
     ))
 }
 
@@ -336,7 +340,7 @@ mod tests {
         let mem = |kib: u64| format!("MemTotal: 1 kB\nMemAvailable:  {kib} kB\n");
         let all = |below, mem: &str| room(100_000, (SPARE, below), mem);
         let why = all(None, &mem(600_000)).unwrap_err();
-        assert!(why.contains("390 MiB of this VM") && why.contains("585 MiB of avail"), "{why}");
+        assert!(why.contains("391 MiB of this VM") && why.contains("586 MiB of avail"), "{why}");
         assert_eq!(all(None, &mem(700_000)), Ok(()));
         assert_eq!(all(Some(Bytes::mib(455)), &mem(700_000)), Ok(()));
         let why = all(Some(Bytes::mib(454)), &mem(700_000)).unwrap_err();

@@ -173,6 +173,12 @@ pub struct Facts {
     pub saved: u64,
 }
 
+impl Facts {
+    fn has_more_than(&self, saves: Bytes) -> bool {
+        self.planned.saves() >= saves + LEAST
+    }
+}
+
 /// What is remembered of bursts between ticks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -180,6 +186,9 @@ pub struct BurstMemory {
     pub burst: Option<Burst>,
     /// The plan whose burst ended last.
     pub done: u64,
+    /// What that burst was to save.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub done_of: Option<Bytes>,
     /// Nothing before this, whatever is planned.
     pub hold_until: Option<Stamp>,
     /// Bursts in a row that did not pay.
@@ -210,6 +219,11 @@ impl Burst {
     /// What it saved, at least.
     fn gained(&self, facts: &Facts) -> Bytes {
         Bytes::pages(facts.saved.saturating_sub(self.least))
+    }
+
+    /// Whether VMs were opened since it began, so that more of the same plan is to be had.
+    fn has_grown(&self, facts: &Facts) -> bool {
+        self.plan == facts.plan && facts.has_more_than(self.began.planned.saves())
     }
 
     fn scans(&self, facts: &Facts) -> u64 {
@@ -274,6 +288,9 @@ pub fn govern(facts: &Facts, settings: &Settings, memory: &mut BurstMemory) -> K
     let cores = settings.share(facts.state);
     if let Some(mut burst) = memory.burst {
         burst.look(facts);
+        if burst.has_grown(facts) {
+            burst = Burst { last: burst.last, ..Burst::begin(facts, cores) };
+        }
         return match reason_to_end(facts, &burst, floor) {
             Some(why) => end(facts, floor, memory, &burst, why),
             None => run(facts, cores, memory, burst),
@@ -291,9 +308,11 @@ fn reason_to_wait(facts: &Facts, floor: Bytes, memory: &BurstMemory) -> Option<S
     let each = saves.share(1.0 / cost.max(0.001));
     let hold = memory.hold_until.filter(|u| facts.at < *u && facts.state < Pressure::Hard);
     let left = hold.map(|until| until.since(facts.at) / 1000);
+    let opened = memory.done_of.is_some_and(|done_of| facts.has_more_than(done_of));
+    let is_done = facts.plan == memory.done && !opened;
     let whys = [
         (facts.plan == 0).then(|| "nothing was scanned yet".into()),
-        (facts.plan == memory.done).then(|| "what was found is merged; until the next scan".into()),
+        is_done.then(|| "what was found is merged; until the next scan".into()),
         left.map(|left| format!("the last burst did not pay: not for another {left} s")),
         (saves < LEAST).then(|| format!("{saves} to be had: less than {LEAST}")),
         (each < floor).then(|| {
@@ -348,7 +367,7 @@ fn end(
 ) -> KsmdOrder {
     let (saved, cpu_s) = (burst.gained(facts), burst.cpu_s(facts));
     memory.burst = None;
-    memory.done = burst.plan;
+    (memory.done, memory.done_of) = (burst.plan, Some(burst.began.planned.saves()));
     memory.unpaid = if saved < floor.share(cpu_s) { memory.unpaid + 1 } else { 0 };
     memory.hold_until =
         (memory.unpaid > 0).then(|| facts.at.plus(doubled(HOLD_MS, memory.unpaid - 1)));

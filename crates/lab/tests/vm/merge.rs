@@ -188,7 +188,12 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
     }
     assert!(metrics.contains("ebb_vm_merged_bytes{vm=\"mg1\"}"), "{metrics}");
 
-    // One guest writes what was merged: it is released, the other is not.
+    // One guest writes what was seen to be merged: it is released, the other is not.
+    let seen = |state: &Value| {
+        let merged = Bytes::pages(merged(state)[0]);
+        state["vms"][0]["merge"]["seen"][1].as_u64() >= Some(merged.share(0.75).0)
+    };
+    daemon.wait_for("a look at what is merged", MINUTE, seen).unwrap();
     let tool = vms[0].tool();
     tool.stop("h").unwrap();
     tool.start_ready("w", "hold", "size=125829120 seed=99 pattern=random", MINUTE).unwrap();

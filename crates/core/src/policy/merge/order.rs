@@ -28,6 +28,8 @@ use crate::units::{Bytes, PAGE, Stamp, doubled};
 
 /// How long a VM is taken out after a storm; doubled each time.
 const STORM_MS: (u64, u64) = (60_000, 3_600_000);
+/// What is broken in this time counts together.
+const STORM_SINCE_MS: u64 = 60_000;
 /// An order that did nothing is given again after this.
 const AGAIN_MS: u64 = 30_000;
 /// Most VMs that are opened or closed in a tick: QEMU does nothing else meanwhile.
@@ -76,6 +78,9 @@ pub struct VmMergeMemory {
     /// What its mappings showed as merged at the last look.
     #[serde(rename = "seen")]
     pub counts: Option<MergeCounts>,
+    /// The look since which more merges have been broken than made, at most [`STORM_SINCE_MS`] ago.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub breaks_since: Option<MergeCounts>,
     /// It is out until then.
     pub storm_until: Option<Stamp>,
     pub storms: u32,
@@ -98,14 +103,18 @@ impl VmMergeMemory {
     /// in another way (a balloon that grows) was not copied.
     pub fn observe(&mut self, at: Stamp, vm: &MergeSample, copied: Option<u64>) {
         let (Some((when, merged)), Some(true)) = (vm.seen, vm.open) else {
-            return self.counts = None;
+            (self.counts, self.breaks_since) = (None, None);
+            return;
         };
         let counted = vm.stat.merging_pages.unwrap_or(0);
         let now = MergeCounts { at: when, merged: merged.0 / PAGE, counted, copied };
         if self.counts.is_some_and(|was| was.at == when) {
             return;
         }
-        let Some(was) = self.counts.replace(now) else { return };
+        let Some(last) = self.counts.replace(now) else { return };
+        // Looks are more frequent while merges are broken: each shows a part of it.
+        let recent = |was: &MergeCounts| when.since(was.at) < STORM_SINCE_MS;
+        let was = self.breaks_since.take().filter(recent).unwrap_or(last);
         let newly = counted.saturating_sub(was.counted);
         let broken = (was.merged + newly).saturating_sub(now.merged);
         let written = match (was.copied, copied) {
@@ -115,6 +124,8 @@ impl VmMergeMemory {
         if written && is_storm(was.merged, now.merged, newly) {
             self.storm_until = Some(at.plus(doubled(STORM_MS, self.storms)));
             self.storms = self.storms.saturating_add(1);
+        } else if written && broken > newly {
+            self.breaks_since = Some(was);
         }
     }
 }

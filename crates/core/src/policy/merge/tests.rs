@@ -83,6 +83,36 @@ fn a_burst_goes_on_while_scans_bring_something_and_ends_after_one_that_does_not(
 }
 
 #[test]
+fn vms_that_are_opened_during_a_burst_or_after_it_are_merged_as_well() {
+    let s = Settings::default();
+    let half = Candidates { pages: 50_000, zeros: 0, duplicates: 40_000 };
+    let one = |at, cpu_ms, scans, saved| Facts { planned: half, ..facts(at, cpu_ms, scans, saved) };
+    // During it: all is to be seen twice again.
+    let mut m = BurstMemory::default();
+    let mut step = |f: Facts| govern(&f, &s, &mut m);
+    step(one(0, 0, 0, 0));
+    assert!(matches!(step(one(1, 800, 2, 10)), KsmdOrder::Run { scans: 3, .. }));
+    assert!(matches!(step(facts(2, 900, 3, 20)), KsmdOrder::Run { scans: 5, .. }));
+    assert!(matches!(step(facts(3, 950, 4, 20)), KsmdOrder::Run { scans: 5, .. }));
+    assert!(rests(&step(facts(4, 1500, 5, 80_000)), "all that was found is merged: 312 MiB"));
+    // After it, also with the next plan and where one VM is closed for a while.
+    let mut m = BurstMemory::default();
+    let mut step = |f: Facts| govern(&f, &s, &mut m);
+    step(one(0, 0, 0, 0));
+    assert!(rests(&step(one(1, 900, 2, 40_000)), "all that was found"));
+    assert!(rests(&step(one(2, 900, 2, 40_000)), "until the next scan"));
+    assert!(matches!(step(facts(3, 900, 2, 40_000)), KsmdOrder::Run { scans: 4, .. }));
+    assert!(matches!(step(facts(4, 1700, 4, 80_000)), KsmdOrder::Run { scans: 5, .. }));
+    assert!(rests(&step(facts(5, 1800, 5, 80_000)), "less than the floor now: 156 MiB"));
+    assert!(rests(&step(one(6, 1800, 5, 40_000)), "until the next scan"));
+    assert!(rests(&step(facts(7, 1800, 5, 80_000)), "until the next scan"));
+    // A later plan does not begin a burst anew.
+    step(Facts { plan: 2, ..one(8, 1800, 5, 40_000) });
+    let grown = Facts { plan: 3, ..facts(9, 1900, 7, 80_000) };
+    assert!(matches!(step(grown), KsmdOrder::Run { scans: 8, .. }));
+}
+
+#[test]
 fn a_burst_ends_at_once_when_all_that_was_found_is_merged() {
     let mut m = BurstMemory::default();
     let mut step = |f: Facts| govern(&f, &Settings::default(), &mut m);

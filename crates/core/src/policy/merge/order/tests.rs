@@ -284,6 +284,22 @@ fn a_vm_whose_merged_pages_are_written_is_left_out_longer_each_time() {
 }
 
 #[test]
+fn merges_that_are_broken_a_few_between_two_looks_are_a_storm_as_well() {
+    // From 1 GiB, at each look this much less, of as much that was copied; when it is left out.
+    let out = |part: Bytes, every: u64| {
+        let (mut memory, room) = (Memory::default(), Bytes::gib(50));
+        (0..20).find(|n| {
+            let merged = Bytes(Bytes::gib(1).0 - n * part.0);
+            let s = seen(10_000 + n * every, merged, 262_144, room, n * part.0 / PAGE);
+            switched(&tick(ON, &mut memory, &s)) == [(1, false)]
+        })
+    };
+    assert_eq!(out(Bytes::mib(15), 5_000), Some(7), "a tenth in 35 s");
+    assert_eq!(out(Bytes::mib(15), 10_000), None, "a tenth in 70 s");
+    assert_eq!(out(Bytes::mib(105), 50_000), Some(1));
+}
+
+#[test]
 fn pages_that_a_balloon_took_are_no_storm() {
     let (mut memory, room) = (Memory::default(), Bytes::gib(50));
     tick(ON, &mut memory, &seen(10_000, Bytes::gib(1), 262_144, room, 50));
