@@ -30,7 +30,7 @@ pub use self::{
 use crate::model::{Limit, Model, Pressure};
 use crate::plan::{Action, MergeWish, Outcome, Plan, Stage};
 use crate::policy::Decided;
-use crate::policy::merge::{self, Candidates, MergeMemory};
+use crate::policy::merge::{self, BurstMemory, Candidates, MergeMemory};
 use crate::policy::recycle as recycling;
 use crate::sample::{Sample, VmId, VmSample, Vmstat};
 use crate::task::{LastOrder, StageName};
@@ -233,6 +233,10 @@ impl Memory {
             vm.name = o.name.clone();
             vm.merge.was.get_or_insert(o.open);
         }
+        // Scans are counted anew, and so are the plans that follow from them.
+        let BurstMemory { hold_until, unpaid, .. } = self.merge.govern;
+        self.merge.govern = BurstMemory { hold_until, unpaid, ..BurstMemory::default() };
+        self.merge.scans = 0;
     }
 
     /// Takes in the operator's requests about merging.
@@ -299,10 +303,11 @@ impl Memory {
         let copied = sample.host.vmstat.and_then(|v| v.cow_ksm);
         let ksm = sample.host.ksm.unwrap_or_default();
         let (mut found, mut saved) = (Candidates::default(), 0);
-        for (id, part) in sample.vms.iter().filter_map(|v| Some((v.id, v.merge.as_ref()?))) {
+        for (vm, part) in sample.vms.iter().filter_map(|v| Some((v, v.merge.as_ref()?))) {
             part.found.iter().for_each(|f| found.add(f));
             saved += merge::saved(part, &ksm);
-            self.vm_mut(id).merge.observe(sample.at, part, copied);
+            let opened = vm.agent.as_ref().and_then(|agent| agent.open);
+            self.vm_mut(vm.id).merge.observe(sample.at, part, copied, opened);
         }
         if let Some(scan) = &sample.host.scan {
             self.merge.observe(scan.number, &found);

@@ -354,7 +354,7 @@ impl Vm {
             shared: self.shared(),
             run,
             balloon: self.balloon(at, wall_ms),
-            agent: self.agent.as_ref().map(|a| AgentSample {
+            agent: self.agent.as_ref().filter(|a| self.counts(a)).map(|a| AgentSample {
                 observes: self.access.agent == AgentUse::Observe,
                 ..a.sample()
             }),
@@ -408,6 +408,11 @@ impl Vm {
     fn may_use_agent(&self) -> bool {
         let may = self.access.managed && !self.access.look_only;
         may && self.agent.is_some() && self.access.agent != AgentUse::Off
+    }
+
+    /// Whether its agent is used, or may still be at work.
+    fn counts(&self, agent: &AgentLink) -> bool {
+        self.access.agent_then != AgentUse::Off || !agent.has_left()
     }
 
     /// Whether its agent awaits what QEMU tells of all that can write to the VM's memory.

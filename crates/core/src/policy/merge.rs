@@ -174,8 +174,10 @@ pub struct Facts {
 }
 
 impl Facts {
-    fn has_more_than(&self, saves: Bytes) -> bool {
-        self.planned.saves() >= saves + LEAST
+    /// Whether so much more is to be had than that, that it pays to scan all twice for it.
+    fn has_more_than(&self, saves: Bytes, floor: Bytes) -> bool {
+        let (more, cost_s) = (self.planned.saves() - saves, SCANS * self.planned.again_s());
+        more >= LEAST && more >= floor.share(cost_s)
     }
 }
 
@@ -193,6 +195,14 @@ pub struct BurstMemory {
     pub hold_until: Option<Stamp>,
     /// Bursts in a row that did not pay.
     pub unpaid: u32,
+}
+
+impl BurstMemory {
+    /// What is to be had of the VMs that are open now. VMs that were closed since are merged anew
+    /// when they are opened again.
+    pub fn note_closed(&mut self, planned: &Candidates) {
+        self.done_of = self.done_of.map(|saved| saved.min(planned.saves()));
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -222,8 +232,8 @@ impl Burst {
     }
 
     /// Whether VMs were opened since it began, so that more of the same plan is to be had.
-    fn has_grown(&self, facts: &Facts) -> bool {
-        self.plan == facts.plan && facts.has_more_than(self.began.planned.saves())
+    fn has_grown(&self, facts: &Facts, floor: Bytes) -> bool {
+        self.plan == facts.plan && facts.has_more_than(self.began.planned.saves(), floor)
     }
 
     fn scans(&self, facts: &Facts) -> u64 {
@@ -288,7 +298,7 @@ pub fn govern(facts: &Facts, settings: &Settings, memory: &mut BurstMemory) -> K
     let cores = settings.share(facts.state);
     if let Some(mut burst) = memory.burst {
         burst.look(facts);
-        if burst.has_grown(facts) {
+        if burst.has_grown(facts, floor) {
             burst = Burst { last: burst.last, ..Burst::begin(facts, cores) };
         }
         return match reason_to_end(facts, &burst, floor) {
@@ -308,7 +318,7 @@ fn reason_to_wait(facts: &Facts, floor: Bytes, memory: &BurstMemory) -> Option<S
     let each = saves.share(1.0 / cost.max(0.001));
     let hold = memory.hold_until.filter(|u| facts.at < *u && facts.state < Pressure::Hard);
     let left = hold.map(|until| until.since(facts.at) / 1000);
-    let opened = memory.done_of.is_some_and(|done_of| facts.has_more_than(done_of));
+    let opened = memory.done_of.is_some_and(|done_of| facts.has_more_than(done_of, floor));
     let is_done = facts.plan == memory.done && !opened;
     let whys = [
         (facts.plan == 0).then(|| "nothing was scanned yet".into()),
@@ -425,7 +435,6 @@ pub fn speed(cores: f64, each_us: f64) -> (u64, u64) {
 /// A storm: in this time more pages were broken out of merges (copy-on-write)
 /// than a tenth of what is merged, and more than were merged anew. Its ranges are
 /// to be released.
-pub fn is_storm(merged_before: u64, merged_now: u64, newly_merged: u64) -> bool {
-    let broken = (merged_before + newly_merged).saturating_sub(merged_now);
+pub fn is_storm(merged_before: u64, broken: u64, newly_merged: u64) -> bool {
     broken > LEAST.0 / PAGE && broken > merged_before / 10 && broken > newly_merged
 }

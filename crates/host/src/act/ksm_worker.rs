@@ -370,7 +370,10 @@ fn carry_out(
     let (mut held, mut targets) = (Bytes::ZERO, Vec::new());
     let (mut without, mut too_large) = (Vec::new(), None);
     for (id, name, group) in &job.vms {
-        let Ok(Some(found)) = Found::look(root, *id, name, group) else { continue };
+        let Ok(Some(found)) = Found::look(root, *id, name, group) else {
+            without.push(*id);
+            continue;
+        };
         held += found.held();
         if let Some((_, why @ TOO_LARGE)) = found.refused {
             too_large = Some(format!("{name}: {why}"));
@@ -393,7 +396,8 @@ fn carry_out(
         }
     });
     let mut found = candidates(&scan, one_in);
-    // Nothing of these can be scanned. Without an entry a new scan would be due for them at once.
+    // Nothing of these can be scanned. Without an entry a new scan would be due for them at once,
+    // and so it would for those that cannot be read.
     found.extend(without.into_iter().map(|id| (id, Candidates::default())));
     // A sample does not tell where duplicates lie. To choose takes seconds where there is much RAM,
     // and the loop waits for the results.
@@ -444,14 +448,13 @@ fn worth_opening(scan: &Scan, agents: &HashMap<VmId, Arc<HashLink>>) -> BTreeMap
     scanned.map(one).collect()
 }
 
-/// What was found of each VM. From a sample: the likely number of duplicates, divided as
-/// the duplicates that were seen.
+/// What was found of each VM, nothing where it cannot be read. From a sample: the likely number of
+/// duplicates, divided as the duplicates that were seen.
 fn candidates(scan: &Scan, one_in: u32) -> BTreeMap<VmId, Candidates> {
     let seen: u64 = scan.vms.iter().map(|v| v.duplicates).sum();
     let likely = estimate(&scan.moments, one_in).likely.0 / PAGE;
     let part = |duplicates: u64| (likely as f64 * duplicates as f64 / seen.max(1) as f64) as u64;
-    let scanned = scan.vms.iter().filter(|v| v.outcome == ScanOutcome::Scanned);
-    let one = |v: &crate::scan::VmResult| Candidates {
+    let scanned = |v: &crate::scan::VmResult| Candidates {
         pages: v.pages.read.saturating_mul(one_in.into()),
         zeros: v.pages.zero.saturating_mul(one_in.into()),
         duplicates: match one_in {
@@ -459,7 +462,12 @@ fn candidates(scan: &Scan, one_in: u32) -> BTreeMap<VmId, Candidates> {
             _ => part(v.duplicates),
         },
     };
-    scanned.map(|v| (v.target.id, one(v))).collect()
+    let there = scan.vms.iter().filter(|v| v.outcome != ScanOutcome::Ended);
+    let one = |v: &crate::scan::VmResult| match v.outcome {
+        ScanOutcome::Scanned => scanned(v),
+        _ => Candidates::default(),
+    };
+    there.map(|v| (v.target.id, one(v))).collect()
 }
 
 #[cfg(test)]
@@ -534,7 +542,9 @@ mod tests {
             let scan = merger.results().scan.clone();
             (scan.number == 1 && !scan.busy).then_some(scan)
         });
-        assert_eq!((scan.read, merger.results().found.get(&vm)), (Bytes::ZERO, None));
+        // Else it would be scanned as a new one again and again.
+        let nothing = Candidates::default();
+        assert_eq!((scan.read, merger.results().found.get(&vm)), (Bytes::ZERO, Some(&nothing)));
         merger.keep(|_| false);
         assert!(merger.results().looks.is_empty());
     }

@@ -71,7 +71,9 @@ impl AgentLink {
                 self.open = self.told.is_some().then_some(Bytes::ZERO);
             }
             (RequestKind::Advise, Ok(Answer::Advised { open })) => {
-                (self.open, self.refused) = (Some(open), None);
+                self.open = Some(open);
+                // Of one part of what it was told an earlier one may have been refused.
+                self.refused.take_if(|_| self.told.is_some());
             }
             (RequestKind::Advise, Err(AgentError::Refused(_, no))) => {
                 // Told again next time.

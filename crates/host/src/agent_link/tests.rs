@@ -221,6 +221,9 @@ fn ranges_that_an_agent_could_not_close_are_named_again_after_a_while() {
     let no = Refusal { kind: Refused::System, text: "few are left".into() };
     link.answer(RequestKind::Advise, Err(AgentError::Refused("advise".into(), no)));
     assert_eq!(link.refused().map(String::as_str), Some("few are left"));
+    // Of a later part.
+    link.answer(RequestKind::Advise, Ok(Answer::Advised { open: Bytes(4096) }));
+    assert_eq!(link.refused().map(String::as_str), Some("few are left"));
     assert_eq!(link.advise(&[b], 4), None);
     link.refused.iter_mut().for_each(|(at, _)| *at -= PASSES);
     assert_eq!(link.advise(&[b], 4), Some(true), "what is open is not known");

@@ -313,6 +313,21 @@ fn after_hands_off_qemu_is_asked_anew_where_its_ram_is() {
     assert!(asks_for_ram(&mut vm));
 }
 
+/// Merging, zero pages and the tier go by what a sample tells.
+#[test]
+fn of_an_agent_that_is_not_used_a_sample_tells_only_while_it_may_be_at_work() {
+    let mut vm = vm("/nowhere/qmp".into());
+    vm.agent = Some(AgentLink::new("/nowhere/agent".into(), std::process::id()));
+    let tells = |vm: &mut Vm| vm.sample(Stamp(1), 0, &mut Vec::new()).agent.is_some();
+    assert!(tells(&mut vm));
+    (vm.access.agent, vm.access.agent_then) = (AgentUse::Off, AgentUse::Off);
+    assert!(tells(&mut vm), "of an earlier daemon");
+    vm.ask_agent(Instant::now() + Duration::from_secs(60), false, (None, false));
+    assert!(!tells(&mut vm));
+    vm.access.agent_then = AgentUse::On;
+    assert!(tells(&mut vm), "its metadata is not read yet");
+}
+
 #[test]
 fn an_order_of_an_earlier_daemon_or_connection_is_withdrawn() {
     let (_dir, qemu, mut vm) = with_slow_orders();

@@ -38,6 +38,8 @@ const SWITCHES: usize = 4;
 const YOUNG_MS: u64 = 60_000;
 /// The same where the host lacks memory: a scan of pages that will change is better than a late one.
 const YOUNG_SHORT_MS: u64 = 10_000;
+/// The first scan waits this long for agents that are being met.
+const MEET_MS: u64 = 60_000;
 /// Scans that found next to nothing double the time to the next one, this often at most.
 const FRUITLESS_MOST: u32 = 3;
 /// After this many spot checks all is scanned again, whatever they saw.
@@ -54,6 +56,9 @@ pub struct MergeMemory {
     pub govern: super::BurstMemory,
     /// When a scan was ordered last.
     pub scan: Option<Stamp>,
+    /// When the first one was to be ordered.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wanted: Option<Stamp>,
     /// Scans that were finished when last looked at.
     pub scans: u64,
     /// Scans in a row that found next to nothing.
@@ -96,18 +101,29 @@ pub struct MergeCounts {
     pub counted: u64,
     /// The host's counter of copies then.
     pub copied: Option<u64>,
+    /// What its agent had opened, pages.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub opened: Option<u64>,
 }
 
 impl VmMergeMemory {
     /// Takes in a look: whether merged pages were broken by writes. A page that went
-    /// in another way (a balloon that grows) was not copied.
-    pub fn observe(&mut self, at: Stamp, vm: &MergeSample, copied: Option<u64>) {
+    /// in another way (a balloon that grows) was not copied; what its agent closed was, but not
+    /// by the guest. `opened`: what that agent has opened.
+    pub fn observe(
+        &mut self,
+        at: Stamp,
+        vm: &MergeSample,
+        copied: Option<u64>,
+        opened: Option<Bytes>,
+    ) {
         let (Some((when, merged)), Some(true)) = (vm.seen, vm.open) else {
             (self.counts, self.breaks_since) = (None, None);
             return;
         };
         let counted = vm.stat.merging_pages.unwrap_or(0);
-        let now = MergeCounts { at: when, merged: merged.0 / PAGE, counted, copied };
+        let opened = opened.map(|bytes| bytes.0 / PAGE);
+        let now = MergeCounts { at: when, merged: merged.0 / PAGE, counted, copied, opened };
         if self.counts.is_some_and(|was| was.at == when) {
             return;
         }
@@ -116,12 +132,13 @@ impl VmMergeMemory {
         let recent = |was: &MergeCounts| when.since(was.at) < STORM_SINCE_MS;
         let was = self.breaks_since.take().filter(recent).unwrap_or(last);
         let newly = counted.saturating_sub(was.counted);
-        let broken = (was.merged + newly).saturating_sub(now.merged);
+        let closed = was.opened.zip(opened).map_or(0, |(was, now)| was.saturating_sub(now));
+        let broken = (was.merged + newly).saturating_sub(now.merged).saturating_sub(closed);
         let written = match (was.copied, copied) {
             (Some(was), Some(now)) => now.saturating_sub(was) >= broken / 2,
             _ => true,
         };
-        if written && is_storm(was.merged, now.merged, newly) {
+        if written && is_storm(was.merged, broken, newly) {
             self.storm_until = Some(at.plus(doubled(STORM_MS, self.storms)));
             self.storms = self.storms.saturating_add(1);
         } else if written && broken > newly {
@@ -181,7 +198,9 @@ pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan,
     let settings = &host.config.settings;
     let cores = settings.share(state);
     plan.scan_cores = host.scan.busy.then_some(cores);
-    if let Some((reason, spot_check)) = due(model, (host, state), &targets, &next) {
+    next.wanted.get_or_insert(model.at);
+    let works = matches!(plan.ksmd, Some(KsmdOrder::Run { .. }));
+    if let Some((reason, spot_check)) = due(model, (host, state), works, &targets, &next) {
         next.scan = Some(model.at);
         plan.scan = Some(ScanOrder {
             vms: targets.iter().map(|(v, _)| (v.id, v.group.clone())).collect(),
@@ -252,8 +271,16 @@ fn out(
     if part.wanted == Some(false) && remembered.asked != Some(true) {
         return must("merge = false in the configuration".into());
     }
-    if vm.agent.as_ref().is_some_and(|a| !a.observes && (a.link != Link::Up || !a.advises)) {
-        return must("its RAM is recycled page by page, which merging would break".into());
+    let agent = vm.agent.as_ref().filter(|agent| !agent.observes);
+    match agent.map(|agent| (&agent.link, agent.advises)) {
+        None | Some((Link::Up, true)) => {}
+        Some((Link::Up, false)) => {
+            return must("its RAM is recycled page by page, which merging would break".into());
+        }
+        Some((Link::Down(why) | Link::Slow(why) | Link::Taken(why), _)) => {
+            return must(format!("its agent does not answer ({why})"));
+        }
+        Some((Link::Unknown, _)) => return must("its agent was not met yet".into()),
     }
     let left = remembered.storm_until.map(|until| until.since(at)).filter(|left| *left > 0)?;
     let why = format!("its merged pages are written: left out for {} s more", left / 1000);
@@ -282,7 +309,6 @@ fn steer(
     };
     vms.iter().filter(|(vm, part)| breaks(vm, part)).for_each(|(vm, part)| room.reserve(vm, part));
     if let Err(why) = group {
-        next.govern.burst = None;
         plan.ksmd = Some(KsmdOrder::Rest { why: why.clone() });
         // Their agents are told to close all.
         let agents = vms.iter().filter(|(vm, _)| vm.agent.as_ref().is_some_and(|a| !a.observes));
@@ -327,6 +353,9 @@ fn steer(
             plan.vms.push(order);
         }
     }
+    if vms.iter().all(|(_, part)| part.sample.open.is_some()) {
+        next.govern.note_closed(&planned);
+    }
     let facts = Facts {
         at: model.at,
         state,
@@ -339,10 +368,8 @@ fn steer(
     };
     let order = match blocked {
         None => govern(&facts, &host.config.settings, &mut next.govern),
-        Some(why) => {
-            next.govern.burst = None;
-            KsmdOrder::Rest { why }
-        }
+        // A burst goes on afterwards: one that began anew each time would never be judged.
+        Some(why) => KsmdOrder::Rest { why },
     };
     plan.why = match &order {
         KsmdOrder::Run { why, .. } => format!("ksmd works: {why}"),
@@ -432,6 +459,9 @@ fn blocks(vm: &VmModel, part: &MergeVm, out: &Out, open: Option<bool>) -> String
              mem-merge=off",
             out.why
         ),
+        (_, None) if vm.agent.as_ref().is_some_and(|a| !a.observes && a.link != Link::Up) => {
+            format!("{name} is open to KSM, and only its agent can close it: {}", out.why)
+        }
         (_, None) => format!("{name} is being closed: {}", out.why),
     }
 }
@@ -454,31 +484,35 @@ fn switch(
     };
     let again = remembered.ordered.is_none_or(|(when, _)| at.since(when) >= AGAIN_MS);
     let other = remembered.ordered.is_some_and(|(_, was)| was != to);
-    let can = part.fixed.is_none() && !part.sample.busy && vm.agent.is_none();
+    let without_agent = vm.agent.as_ref().is_none_or(|agent| agent.observes);
+    let can = part.fixed.is_none() && !part.sample.busy && without_agent;
     let order = MergeOrder { vm: vm.id, name: vm.name.clone(), open: to, reason };
     (open != to && can && (again || other)).then_some(order)
 }
 
-/// Why a scan is due, if one is; and whether a look at a few pages will do.
+/// Why a scan is due, if one is; and whether a look at a few pages will do. `works`: `ksmd` does.
 fn due(
     model: &Model,
     (host, state): (&MergeHost, Pressure),
+    works: bool,
     targets: &[&(&VmModel, &MergeVm)],
     memory: &MergeMemory,
 ) -> Option<(String, bool)> {
     let (scan, every) = (&host.scan, host.config.scan_ms);
     // A burst in pulses may take hours, and VMs come meanwhile.
     let gentle = is_gentle(host.config.settings.share(state));
-    let idle = !scan.busy && (memory.govern.burst.is_none() || gentle);
+    let idle = !scan.busy && (!works || gentle);
     if targets.is_empty() || !idle || state == Pressure::Critical {
         return None;
     }
     let met = |v: &VmModel| v.agent.as_ref().is_none_or(|a| a.link != Link::Unknown);
     let since = match (memory.scan, scan.number) {
-        // One that is left out of the first waits long for the next.
+        // One that is left out of the first waits long for the next. An agent may not be met while
+        // another program has its VM's QMP socket.
         (None, _) => {
-            let all = model.vms.iter().all(met);
-            return all.then(|| ("the first scan".into(), false));
+            let waited = memory.wanted.is_some_and(|at| model.at.since(at) >= MEET_MS);
+            let may = waited || model.vms.iter().all(met);
+            return may.then(|| ("the first scan".into(), false));
         }
         (Some(ordered), 0) => model.at.since(ordered),
         (Some(ordered), _) => model.at.since(scan.at.max(ordered)),

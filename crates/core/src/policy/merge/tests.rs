@@ -106,6 +106,13 @@ fn vms_that_are_opened_during_a_burst_or_after_it_are_merged_as_well() {
     assert!(rests(&step(facts(5, 1800, 5, 80_000)), "less than the floor now: 156 MiB"));
     assert!(rests(&step(one(6, 1800, 5, 40_000)), "until the next scan"));
     assert!(rests(&step(facts(7, 1800, 5, 80_000)), "until the next scan"));
+    // Nor where two scans of all that is open would cost more than that is worth.
+    let alone = Candidates { pages: 20_000_000, ..PLAN };
+    let before = Candidates { duplicates: 8_000_000, ..alone };
+    let after = Candidates { duplicates: 8_010_000, ..alone };
+    let vast = Facts { planned: after, ..facts(0, 0, 0, 0) };
+    let pays = |floor| vast.has_more_than(before.saves(), floor);
+    assert_eq!([pays(s.floor), pays(Bytes::kib(100))], [false, true]);
     // A later plan does not begin a burst anew.
     step(Facts { plan: 2, ..one(8, 1800, 5, 40_000) });
     let grown = Facts { plan: 3, ..facts(9, 1900, 7, 80_000) };
@@ -163,11 +170,11 @@ fn costs_and_gains_are_what_was_measured() {
 
 #[test]
 fn a_storm_is_more_breaking_than_merging() {
-    assert!(is_storm(100_000, 80_000, 1000));
-    assert!(!is_storm(100_000, 99_000, 0), "a hundredth");
-    assert!(!is_storm(1_000_000, 950_000, 0), "a twentieth");
-    assert!(!is_storm(100_000, 100_000, 15_000), "as many came");
-    assert!(!is_storm(100, 0, 0), "nothing");
+    assert!(is_storm(100_000, 21_000, 1000));
+    assert!(!is_storm(100_000, 1_000, 0), "a hundredth");
+    assert!(!is_storm(1_000_000, 50_000, 0), "a twentieth");
+    assert!(!is_storm(100_000, 15_000, 15_000), "as many came");
+    assert!(!is_storm(100, 100, 0), "next to nothing");
 }
 
 #[test]

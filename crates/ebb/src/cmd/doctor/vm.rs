@@ -92,7 +92,8 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
     if vm.link == Link::Up {
         // It answers without a socket for Ebb.
         let by_libvirt = process.filter(|p| matches!(p.args.qmp, QmpAddress::None { .. }));
-        balloon_checks(vm, by_libvirt.map(|p| p.own_name.as_str()), &mut add);
+        let unused = process.is_some_and(|p| p.args.agent.is_some()) && vm.agent.is_none();
+        balloon_checks(vm, unused, by_libvirt.map(|p| p.own_name.as_str()), &mut add);
     }
     checks
 }
@@ -152,6 +153,8 @@ fn proxmox_id_of(process: &QemuProcess) -> Option<String> {
     paths.iter().find_map(|path| proxmox_id(path))
 }
 
+const USE_AGENT: &str = "agent = \"on\" in the VM's section: freed pages then return one by one";
+
 /// How far the agent and the guest's module have come.
 fn agent_check(a: &AgentSample) -> (Grade, String, &'static str) {
     let why = a.why.as_deref().unwrap_or_default();
@@ -160,7 +163,7 @@ fn agent_check(a: &AgentSample) -> (Grade, String, &'static str) {
         (Link::Up, AgentState::Ready) if a.observes => (
             Grade::Note,
             format!("stock: ebb.ko {module} is there, its agent only observes"),
-            "agent = \"on\" in the VM's section: freed pages then return one by one",
+            USE_AGENT,
         ),
         (Link::Up, AgentState::Ready) => {
             (Grade::Good, format!("guest: ebb.ko {module}, freed pages return one by one"), "")
@@ -196,8 +199,13 @@ pub(super) fn backing_check(vm: &Vm, root: &Root) -> Option<Check> {
     Some(check(&vm.name, "memory on the host", Grade::Good, found, ""))
 }
 
-/// `domain`: the name of libvirt's domain that it is.
-fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Grade, &str, &str)) {
+/// `unused`: it has an agent that is not used. `domain`: the name of libvirt's domain that it is.
+fn balloon_checks(
+    vm: &Vm,
+    unused: bool,
+    domain: Option<&str>,
+    add: &mut impl FnMut(&str, Grade, &str, &str),
+) {
     if vm.actual.is_none() {
         let advice = "start it with -device virtio-balloon-pci,free-page-reporting=on,deflate-on-oom=on; in libvirt: \
              <memballoon model='virtio' autodeflate='on' freePageReporting='on'/>";
@@ -208,6 +216,7 @@ fn balloon_checks(vm: &Vm, domain: Option<&str>, add: &mut impl FnMut(&str, Grad
             let (grade, found, advice) = agent_check(a);
             add("tier", grade, &found, advice);
         }
+        None if unused => add("tier", Grade::Note, "stock: its agent is not used", USE_AGENT),
         None => add("tier", Grade::Good, "stock: balloon both ways", &agent_advice(domain)),
     }
     let (grade, found, advice) = reporting_check(vm.reporting, vm.agent.as_ref());

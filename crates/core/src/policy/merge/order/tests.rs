@@ -175,9 +175,11 @@ fn a_vm_that_is_not_managed_is_not_scanned() {
 #[test]
 fn one_whose_agent_only_observes_is_merged_like_one_without() {
     let observes = AgentSample { observes: true, ..AgentSample::default() };
-    let observed = with_agent(vm(2, "b"), observes);
-    let plan = once(ON, vec![vm(1, "a"), observed]);
+    let vms = vec![vm(1, "a"), with_agent(vm(2, "b"), observes)];
+    let plan = once(ON, vms.clone());
     assert!(runs(&plan) && plan.ranged.is_empty() && switched(&plan).is_empty(), "{plan:?}");
+    let out = format!("{ON}[vm.b]\nmerge = false\n");
+    assert_eq!(switched(&once(&out, vms)), [(2, false)]);
 }
 
 #[test]
@@ -198,7 +200,9 @@ fn a_vm_with_an_agent_is_opened_by_ranges_or_not_at_all() {
     assert_eq!(ranged(&config, with_agent(false, true)), (0, false));
     let mut deaf = with_agent(true, true);
     deaf.agent.as_mut().unwrap().link = Link::Down("gone".into());
-    assert_eq!(ranged(&config, deaf), (0, false));
+    assert_eq!(ranged(&config, deaf.clone()), (0, false));
+    let why = once(&config, vec![deaf]).why;
+    assert!(why.contains("only its agent can close it: its agent does not answer (gone)"), "{why}");
     let out = config.replace("true", "false");
     assert_eq!(ranged(&out, with_agent(true, true)), (0, false));
 }
@@ -299,6 +303,27 @@ fn merges_that_are_broken_a_few_between_two_looks_are_a_storm_as_well() {
     assert_eq!(out(Bytes::mib(105), 50_000), Some(1));
 }
 
+/// The kernel counts a copy for each page that an agent closes.
+#[test]
+fn merges_that_an_agent_breaks_are_no_storm() {
+    let out = |closes: u64| {
+        let (mut memory, room) = (Memory::default(), Bytes::gib(50));
+        let mut at = |n: u64, opened: u64| {
+            let gone = Bytes::mib(424).0 * n;
+            let merged = Bytes(Bytes::gib(1).0 - gone);
+            let mut s = seen(10_000 * (n + 1), merged, 262_144, room, gone / PAGE);
+            let (link, open) = (Link::Up, Some(Bytes(opened)));
+            s.vms[0].agent =
+                Some(AgentSample { link, advises: true, open, ..AgentSample::default() });
+            tick(ON, &mut memory, &s);
+            memory.of(s.vms[0].id).merge.storms
+        };
+        at(0, Bytes::gib(2).0);
+        at(1, Bytes::gib(2).0 - closes)
+    };
+    assert_eq!([out(0), out(Bytes::mib(300).0), out(Bytes::mib(424).0)], [1, 1, 0]);
+}
+
 #[test]
 fn pages_that_a_balloon_took_are_no_storm() {
     let (mut memory, room) = (Memory::default(), Bytes::gib(50));
@@ -346,6 +371,44 @@ fn a_burst_is_judged_by_the_vms_own_counters() {
     let mut memory = Memory::default();
     tick(ON, &mut memory, &at(10_000, 0, 0, 0, 0));
     assert!(runs(&tick(ON, &mut memory, &at(20_000, 3, 3_000, 60_000, 0))));
+}
+
+#[test]
+fn a_burst_that_a_vm_interrupts_is_judged_all_the_same_and_scans_go_on_meanwhile() {
+    let mut memory = Memory::default();
+    let config = format!("{ON}cpu_clear = \"20%\"\n");
+    let at = |at: u64, scans: u64, cpu_ms: u64, new: bool| {
+        let unmet = with_agent(with(vm(2, "b"), |m| m.open = None), AgentSample::default());
+        let vms = std::iter::once(vm(1, "a")).chain(new.then_some(unmet)).collect();
+        let mut s = sample(at, Bytes::gib(50), vms);
+        let ksm = s.host.ksm.as_mut().unwrap();
+        (ksm.full_scans, ksm.cpu_ms) = (scans, Some(cpu_ms));
+        s
+    };
+    let mut ticks = |s: &Sample| tick(&config, &mut memory, s);
+    assert!(runs(&ticks(&at(10_000, 0, 0, false))));
+    let blocked = ticks(&at(2_000_000, 1, 3_000, true));
+    assert!(!runs(&blocked) && blocked.scan.is_some(), "{blocked:?}");
+    let plan = ticks(&at(2_001_000, 3, 9_000, false));
+    assert!(!runs(&plan) && plan.why.contains("less than the floor now"), "{plan:?}");
+}
+
+#[test]
+fn what_was_closed_and_is_opened_again_is_merged_again() {
+    let mut memory = Memory::default();
+    memory.merge.govern.done = 1;
+    memory.merge.govern.done_of = Some(Bytes::gib(1));
+    let mut runs_with = |b: Option<bool>| {
+        let vms = vec![vm(1, "a"), with(vm(2, "b"), |m| m.open = b)];
+        runs(&tick(ON, &mut memory, &sample(10_000, Bytes::gib(50), vms)))
+    };
+    assert!(!runs_with(Some(true)) && !runs_with(None) && !runs_with(Some(true)));
+    assert!(!runs_with(Some(false)) && runs_with(Some(true)));
+    // Scans are counted anew after a reload.
+    memory.adopt(&Owned::default());
+    let vms = vec![vm(1, "a"), vm(2, "b")];
+    assert!(runs(&tick(ON, &mut memory, &sample(10_000, Bytes::gib(50), vms))));
+    assert_eq!(memory.merge.govern.burst.map(|burst| burst.plan), Some(1));
 }
 
 #[test]
@@ -417,6 +480,17 @@ fn the_first_scan_waits_for_agents_that_are_being_met() {
     assert_eq!(with_agent(Link::Unknown), None);
     assert_eq!(with_agent(Link::Up), Some(2));
     assert_eq!(with_agent(Link::Down("gone".into())), Some(1));
+}
+
+#[test]
+fn the_first_scan_waits_a_minute_for_an_agent_that_is_not_met() {
+    let mut memory = Memory::default();
+    let mut scanned = |at| {
+        let unmet = with_agent(vm(2, "b"), AgentSample::default());
+        let vms = vec![with(vm(1, "a"), |m| m.found = None), unmet];
+        tick(ON, &mut memory, &sample(at, Bytes::gib(50), vms)).scan.map(|s| s.vms.len())
+    };
+    assert_eq!([scanned(10_000), scanned(69_000), scanned(70_000)], [None, None, Some(1)]);
 }
 
 #[test]
