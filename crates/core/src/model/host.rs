@@ -201,7 +201,8 @@ impl HostModel {
             limit.judge(&stall, before.unwrap_or_default(), dt_ms);
         }
         host.limits = limits.into_iter().map(|(limit, _)| limit).collect();
-        host.known = true;
+        // What is left below a cgroup's limit need not be there on the machine.
+        host.known = host.limits.iter().any(Limit::is_host);
         host.shown = tightest(&host.limits).cloned().unwrap_or_default();
         host
     }

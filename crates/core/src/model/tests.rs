@@ -254,6 +254,11 @@ fn an_unreadable_host_takes_nothing() {
     let m = host(&Sample::default());
     assert!(!m.known);
     assert_eq!((m.shown.state, m.shown.shortage), (Pressure::Clear, Bytes::ZERO));
+    // What a cgroup's limit leaves need not be there.
+    let (path, limit) = ("/vms".into(), Bytes::gib(8));
+    let pool = Some(LimitSample { path, limit, ..LimitSample::default() });
+    let m = host(&Sample { host: HostSample { pool, ..Default::default() }, ..Default::default() });
+    assert!(!m.known && m.shown.headroom > Bytes::gib(7), "{m:?}");
     // Of a guest that is idle, on a host that was critical a moment ago.
     let process = Some(ProcessMemory { anon: Bytes::gib(4), ..ProcessMemory::default() });
     let vm = VmSample { process, ..running(4 * GIB, 4 * GIB, Some(3 * GIB)) };

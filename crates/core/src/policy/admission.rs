@@ -146,7 +146,7 @@ pub fn supply(model: &Model, memory: &Memory) -> Supply {
         others: memory.past(&limit.name).map_or(Bytes::ZERO, |past| past.2.highest())
             - model.others(),
         needed: inside().map(needed).sum(),
-        swap: host.offload_room.unwrap_or_default(),
+        swap: limit.swap_left,
         vms: inside().map(of_vm).collect(),
     }
 }
@@ -285,7 +285,20 @@ pub fn words(plan: &[LastResort]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sample::VmId;
+    use crate::config::Config;
+    use crate::sample::{HostSample, Meminfo, Sample, VmId};
+
+    #[test]
+    fn swap_counts_also_where_nothing_is_paged_out_on_purpose() {
+        let (total, swap_total) = (Bytes::gib(64), Bytes::gib(10));
+        let available = Bytes::gib(20);
+        let swap_free = swap_total;
+        let memory = Meminfo { total, available, swap_total, swap_free, ..Meminfo::default() };
+        let host = HostSample { memory: Some(memory), ..HostSample::default() };
+        let config = Config::parse("f", "[host]\noffload = false\n").unwrap();
+        let model = Model::new(&config, &Sample { host, ..Sample::default() }, &Memory::default());
+        assert_eq!(supply(&model, &Memory::default()).swap, Bytes::gib(9));
+    }
 
     fn vm_supply(name: &str, free: u64, idle: u64, price: f64) -> VmSupply {
         VmSupply {

@@ -10,6 +10,9 @@
 //! While no guest waits for memory, one that was given some is not asked for a minute (20 s where
 //! page cache has to be taken), and one that was asked is not given any for the host's sake.
 
+mod grow;
+
+use self::grow::{GROW_HOLD_MS, grow};
 use crate::model::{DEFLATED_LIFE_MS, MOVED, Model, Pressure, Progress, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
@@ -33,8 +36,6 @@ const MORE: f64 = 0.25;
 /// One that has less than its part by more than this share of what that is beyond its need is given
 /// it before it asks.
 const LOW_SHARE: f64 = 0.15;
-/// A VM that was shrunk is not grown for the host's sake for this time.
-const GROW_HOLD_MS: u64 = 60_000;
 /// An order to grow that was refused is sent again after this, not with each fast tick.
 const GROW_AGAIN_MS: u64 = 1_000;
 /// A driver that has anything to say after a boot has said it by then.
@@ -43,8 +44,6 @@ const REFRESH_MS: u64 = 3_000;
 /// `SHORT_PAUSE_MS` in `take.rs` where page cache has to be taken). A lowered
 /// `max` and a plan leave guests what they needed within this time.
 pub(super) const CALM_MS: u64 = 60_000;
-/// What of its surplus a clear host gives back, a second.
-const SURPLUS_RATE: f64 = 0.1;
 
 /// What ballooning decided, and what the host can expect of it.
 #[derive(Clone, Debug, Default)]
@@ -150,10 +149,11 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     }
     match &vm.standing {
         Standing::Off(_) if !vm.managed && vm.owed > Bytes::ZERO => {
-            let growing = m.order.is_some_and(|o| o.to >= vm.whole);
+            let to = returned(vm, actual);
+            let growing = m.order.is_some_and(|o| o.to >= to);
             return Some(match growing {
                 true => Verdict::Hold("what was taken is being returned".into()),
-                false => Verdict::Set { to: vm.whole, reason: Reason::Returned },
+                false => Verdict::Set { to, reason: Reason::Returned },
             });
         }
         Standing::Off(_) | Standing::Unknown => {
@@ -185,6 +185,14 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
 
 /// When the new kernel speaks and QEMU still shows the old size, one MiB down and up again; not
 /// while the VM is to be left alone.
+/// The size to order where all is to be returned to a guest that may be booting. A driver that
+/// starts and is to hold nothing writes no size, and QEMU would go on showing the old one. So all
+/// but 1 MiB comes first.
+fn returned(vm: &VmModel, actual: Bytes) -> Bytes {
+    let first = vm.whole - Bytes::mib(1);
+    if actual < first { first } else { vm.whole }
+}
+
 fn after_reboot(model: &Model, vm: &VmModel, r: Reboot, actual: Bytes) -> Verdict {
     let to = r.to.unwrap_or(actual);
     let nudge = to - Bytes::mib(1);
@@ -395,8 +403,13 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         Wish { from, untouched, in_doubt, outstanding, spoken_for, weight, ..Wish::default() };
     if m.reboot.is_some() {
         // Its need is not known: what is owed, or a size that QEMU does not show, to be written.
-        let most = if m.resets_often(model.at) { from + Bytes::mib(1) } else { vm.whole };
-        let all = most.min(vm.whole).max(from);
+        let most = vm.whole - Bytes::mib(1);
+        let most = if m.resets_often(model.at) {
+            most.min(from + Bytes::mib(1))
+        } else {
+            returned(vm, from)
+        };
+        let all = most.max(from);
         let first = (from + LEAST_GIVEN).min(all);
         return Wish { bare: from, first, due: first, second: all, third: all, all, ..none };
     }
@@ -511,78 +524,6 @@ fn surplus_of(model: &Model, allot: &Allotment) -> Bytes {
     let limit = &model.host.shown;
     let kept = allot.keep.share(1.25) + allot.growth + limit.outstanding;
     if allot.contended { Bytes::ZERO } else { limit.headroom - kept }
-}
-
-/// Gives back what there is to spare under all limits above a VM: first to those that are tight,
-/// then where the price of memory is lowest.
-fn grow(
-    model: &Model,
-    memory: &Memory,
-    surplus: &[(usize, Bytes)],
-    verdicts: &mut [Option<Verdict>],
-) {
-    let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
-    let given = |s: &Bytes| (*s).min(s.share(SURPLUS_RATE * seconds).max(LEAST_STEP));
-    let mut left: Vec<Bytes> = surplus.iter().map(|(_, s)| given(s)).collect();
-    if !model.host.known {
-        return;
-    }
-    let limits = &model.host.limits;
-    let is_above = |n: usize, vm: &VmModel| limits.get(surplus[n].0).is_none_or(|l| vm.is_below(l));
-    let open = |i: &usize| verdicts[*i].is_none();
-    let tight = |vm: &VmModel| vm.guest.is_some_and(|g| g.available < g.buffer);
-    // As memory is taken where the price is highest, it is given where it is lowest.
-    let price = |vm: &VmModel| match (vm.guest.as_ref(), vm.actual) {
-        (Some(g), Some(actual)) => {
-            let idle = actual - g.working_set;
-            priced(vm, g, 0, (actual, idle, idle)).price
-        }
-        _ => f64::INFINITY,
-    };
-    let key = |i: usize| (!tight(&model.vms[i]), price(&model.vms[i]), model.vms[i].id, i);
-    let mut order: Vec<_> = (0..model.vms.len()).filter(open).map(key).collect();
-    order.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)));
-    for (.., i) in order {
-        let vm = &model.vms[i];
-        let m = memory.of(vm.id);
-        let Some(actual) = vm.actual else { continue };
-        let set_by_others = m.ledger.left_ms(model.at).is_some();
-        if set_by_others || vm.hands_off.is_some() {
-            continue;
-        }
-        // One above its ceiling, since its guest needs that, is owed what it cannot be given.
-        let room = vm.owed.min(vm.ceiling - actual);
-        if room == Bytes::ZERO {
-            continue;
-        }
-        let above = || (0..left.len()).filter(|n| is_above(*n, vm));
-        let least = above().map(|n| left[n]).min().unwrap_or_default();
-        let nothing = || limits.get(surplus[above().find(|n| surplus[*n].1 < LEAST_STEP)?].0);
-        let lacks = || match nothing() {
-            Some(l) => format!("{} has nothing to spare beside its reserve and a margin", l.name),
-            None => "the host gives back slowly, others first".into(),
-        };
-        let hold = m.last_take.and_then(|t| GROW_HOLD_MS.checked_sub(model.at.since(t)));
-        let whys = [
-            (least < LEAST_STEP).then(|| format!("{} ballooned; {}", vm.owed, lacks())),
-            m.order.is_some_and(|o| o.to > actual).then(|| "it is still growing".into()),
-            hold.map(|hold| {
-                let (owed, s) = (vm.owed, hold.div_ceil(1000));
-                format!("{owed} ballooned; given back in {s} s at the earliest, unless it needs it")
-            }),
-        ];
-        if let Some(why) = whys.into_iter().flatten().next() {
-            verdicts[i] = Some(Verdict::Hold(why));
-            continue;
-        }
-        let given = room.min(least);
-        let surplus = above().map(|n| surplus[n].1).min().unwrap_or_default();
-        for n in above().collect::<Vec<_>>() {
-            left[n] = left[n] - given;
-        }
-        let to = round_up(actual + given).min(vm.whole).min(vm.ceiling);
-        verdicts[i] = Some(Verdict::Set { to, reason: Reason::HostClear { surplus } });
-    }
 }
 
 #[cfg(test)]

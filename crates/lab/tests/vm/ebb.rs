@@ -337,6 +337,21 @@ fn vm_a_ballooned_guest_reboots_with_all_its_memory() {
     check_record(dir.path());
 }
 
+/// QEMU shows the size from before a reset until the new driver writes its own.
+#[test]
+fn vm_a_guest_that_boots_while_ebb_stops_is_shown_at_its_true_size() {
+    let arena = arena(Some(TIGHT + Bytes::mib(192)));
+    let mut vm = start_holding("size", Kernel::V6_1, &arena);
+    let (_dir, daemon) = watch(&["size"], "reserve = \"320MiB\"");
+    daemon.squeeze("size", Bytes::mib(470)).unwrap();
+    vm.reset().unwrap();
+    // It may boot for longer than Ebb waits.
+    println!("gave all back: {}", daemon.stop());
+    vm.wait_ready().unwrap();
+    let shown = |vm: &Vm| vm.balloon().unwrap() + Bytes::mib(1) >= RAM;
+    vm.wait_for("its true size", MINUTE, shown).unwrap();
+}
+
 #[test]
 fn vm_reclaim_takes_idle_memory_at_once_and_measures_it() {
     let arena = arena(None);

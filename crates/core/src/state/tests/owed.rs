@@ -150,7 +150,7 @@ fn a_vm_that_libvirt_is_not_to_be_asked_for_any_more_is_given_back_and_asked_for
     };
     assert!(orders("").0.iter().all(|to| *to < 1024), "{:?}", orders(""));
     let (sizes, why) = orders("[host]\nlibvirt = false\n");
-    assert_eq!((sizes, &*why), (vec![1024], "host.libvirt = false in the configuration"));
+    assert_eq!((sizes, &*why), (vec![1023], "host.libvirt = false in the configuration"));
 }
 
 /// A guest that sleeps, or whose driver is unloaded, for ten minutes: the driver has deflated

@@ -10,11 +10,26 @@ fn a_reset_brings_what_headroom_allows_and_often_nothing_more() {
         let m = VmMemory { reboot, resets, reset_at, ..remembered(1) };
         sized(limited(host(Pressure::Soft, 500, 0), headroom, 200), vm, m)
     };
-    assert_eq!(ask(2000, 1), Some(1024));
+    assert_eq!(ask(2000, 1), Some(1023), "a driver that is to hold nothing writes no size");
     assert_eq!(ask(350, 1), Some(400 + 300), "down to the mark of critical");
     assert_eq!(ask(0, 1), Some(400 + 64), "swap is there for so much");
     // One that QEMU does not show already: then the new driver writes its size.
     assert_eq!(ask(2000, 3), Some(401), "it resets again and again");
+}
+
+/// Each time it would be told the same, and the journal would fill.
+#[test]
+fn one_that_cannot_move_is_told_to_grow_once() {
+    let ask = |change: fn(&mut VmModel, &mut VmMemory)| {
+        let (mut vm, mut m) = (vm(1, 400, 300), remembered(1));
+        (m.unmoved, m.last_give) = (true, ago(11_000));
+        change(&mut vm, &mut m);
+        sized(host(Pressure::Clear, 0, 4000), vm, m)
+    };
+    assert!(ask(|_, _| ()).is_some(), "QEMU may not have got it");
+    assert_eq!(ask(|vm, _| vm.paused = true), None);
+    assert!(ask(|vm, m| (vm.paused, m.unmoved) = (true, false)).is_some());
+    assert!(ask(|vm, m| (vm.paused, m.last_give) = (true, ago(600_000))).is_some());
 }
 
 #[test]

@@ -1,0 +1,96 @@
+//! What a clear host has to spare goes back to VMs that have less than they are owed.
+
+use crate::model::{Model, VmModel};
+use crate::plan::Reason;
+use crate::policy::Verdict;
+use crate::policy::take::{LEAST_STEP, priced, round_up};
+use crate::state::{Memory, VmMemory};
+use crate::units::{Bytes, Stamp};
+
+/// A VM that was shrunk is not grown for the host's sake for this time.
+pub(super) const GROW_HOLD_MS: u64 = 60_000;
+/// One that does not move, and cannot for now, is told again after this.
+const STILL_AGAIN_MS: u64 = 600_000;
+/// What of its surplus a clear host gives back, a second.
+const SURPLUS_RATE: f64 = 0.1;
+
+/// Gives back what there is to spare under all limits above a VM: first to those that are tight,
+/// then where the price of memory is lowest.
+pub(super) fn grow(
+    model: &Model,
+    memory: &Memory,
+    surplus: &[(usize, Bytes)],
+    verdicts: &mut [Option<Verdict>],
+) {
+    let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
+    let given = |s: &Bytes| (*s).min(s.share(SURPLUS_RATE * seconds).max(LEAST_STEP));
+    let mut left: Vec<Bytes> = surplus.iter().map(|(_, s)| given(s)).collect();
+    if !model.host.known {
+        return;
+    }
+    let limits = &model.host.limits;
+    let is_above = |n: usize, vm: &VmModel| limits.get(surplus[n].0).is_none_or(|l| vm.is_below(l));
+    let open = |i: &usize| verdicts[*i].is_none();
+    let tight = |vm: &VmModel| vm.guest.is_some_and(|g| g.available < g.buffer);
+    // As memory is taken where the price is highest, it is given where it is lowest.
+    let price = |vm: &VmModel| match (vm.guest.as_ref(), vm.actual) {
+        (Some(g), Some(actual)) => {
+            let idle = actual - g.working_set;
+            priced(vm, g, 0, (actual, idle, idle)).price
+        }
+        _ => f64::INFINITY,
+    };
+    let key = |i: usize| (!tight(&model.vms[i]), price(&model.vms[i]), model.vms[i].id, i);
+    let mut order: Vec<_> = (0..model.vms.len()).filter(open).map(key).collect();
+    order.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)));
+    for (.., i) in order {
+        let vm = &model.vms[i];
+        let m = memory.of(vm.id);
+        let Some(actual) = vm.actual else { continue };
+        let set_by_others = m.ledger.left_ms(model.at).is_some();
+        if set_by_others || vm.hands_off.is_some() {
+            continue;
+        }
+        // One above its ceiling, since its guest needs that, is owed what it cannot be given.
+        let room = vm.owed.min(vm.ceiling - actual);
+        if room == Bytes::ZERO {
+            continue;
+        }
+        let above = || (0..left.len()).filter(|n| is_above(*n, vm));
+        let least = above().map(|n| left[n]).min().unwrap_or_default();
+        let nothing = || limits.get(surplus[above().find(|n| surplus[*n].1 < LEAST_STEP)?].0);
+        let lacks = || match nothing() {
+            Some(l) => format!("{} has nothing to spare beside its reserve and a margin", l.name),
+            None => "the host gives back slowly, others first".into(),
+        };
+        let hold = m.last_take.and_then(|t| GROW_HOLD_MS.checked_sub(model.at.since(t)));
+        let whys = [
+            (least < LEAST_STEP).then(|| format!("{} ballooned; {}", vm.owed, lacks())),
+            m.order.is_some_and(|o| o.to > actual).then(|| "it is still growing".into()),
+            waits_to_move(model.at, vm, m)
+                .then(|| format!("{} ballooned; it does not move for now", vm.owed)),
+            hold.map(|hold| {
+                let (owed, s) = (vm.owed, hold.div_ceil(1000));
+                format!("{owed} ballooned; given back in {s} s at the earliest, unless it needs it")
+            }),
+        ];
+        if let Some(why) = whys.into_iter().flatten().next() {
+            verdicts[i] = Some(Verdict::Hold(why));
+            continue;
+        }
+        let given = room.min(least);
+        let surplus = above().map(|n| surplus[n].1).min().unwrap_or_default();
+        for n in above().collect::<Vec<_>>() {
+            left[n] = left[n] - given;
+        }
+        let to = round_up(actual + given).min(vm.whole).min(vm.ceiling);
+        verdicts[i] = Some(Verdict::Set { to, reason: Reason::HostClear { surplus } });
+    }
+}
+
+/// Whether it has not followed its last order to grow, cannot for now, and is not to be told again
+/// soon.
+fn waits_to_move(at: Stamp, vm: &VmModel, m: &VmMemory) -> bool {
+    let lately = m.last_give.is_some_and(|t| at.since(t) < STILL_AGAIN_MS);
+    m.unmoved && (vm.paused || !vm.unseen.is_empty()) && lately
+}
