@@ -161,7 +161,8 @@ fn within_limits(vm: &VmModel, verdict: Verdict) -> Result<Action, String> {
         other => return Err(other.why().to_string()),
     }
     let to = if gives { to.min(vm.ram.unwrap_or(to)) } else { to.max(vm.floor).min(actual) };
-    if to.abs_diff(actual) < DEADBAND && !order && to != vm.ceiling && to != vm.whole {
+    let small = to.abs_diff(actual) < DEADBAND && to != vm.ceiling && to != vm.whole;
+    if small && !order && reason != Reason::Returned {
         return Err(format!("a change of {} is too small to make", to.abs_diff(actual)));
     }
     if to == actual && !order {

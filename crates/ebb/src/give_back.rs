@@ -110,7 +110,7 @@ impl Debt {
         // QEMU may still have the order to make it smaller: a guest that was paused would
         // follow that one when it runs.
         let told = self.told.is_some_and(|(told, _)| told == to);
-        if size + NEAR > to && (told || !self.vm.is_ordered()) {
+        if !first && size + NEAR > to && (told || !self.vm.is_ordered()) {
             say(&format!("{name}: has {size}"));
             return true;
         }
@@ -236,6 +236,17 @@ mod tests {
         let mut old = super::tests::debt();
         (old.vm.others, old.vm.baseline) = (None, Some(Bytes::mib(900)));
         assert!(settled(&mut old, &seen(Some(Bytes::mib(900)), Link::Up)), "an older version's");
+    }
+
+    #[test]
+    fn the_last_part_is_not_forgotten_where_little_is_owed() {
+        let mut debt = debt();
+        let near = seen(Some(GIB - NEAR - Bytes::kib(512)), Link::Up);
+        for to in [GIB - NEAR, GIB - NEAR] {
+            assert!(!settled(&mut debt, &near));
+            assert_eq!(debt.goal.map(|goal| goal.1), Some(to));
+            debt.ordered(Instant::now(), Ok(()), &mut |_| ());
+        }
     }
 
     #[test]

@@ -6,13 +6,15 @@
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 
 const MOST: u64 = 256 << 20;
 /// For each read and write; an answer takes the daemon milliseconds.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Until a daemon that does not answer is asked again.
+const AGAIN: Duration = Duration::from_millis(100);
 
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -56,6 +58,24 @@ pub fn get_json<T: DeserializeOwned>(
         let why = format!("the daemon's version may be too far from this one's: {e}");
         ClientError::Answer { socket: socket.into(), path: path.into(), why }
     })
+}
+
+/// The same; while no daemon answers, as in the moment of a reload, it is asked again until then.
+pub fn get_json_until<T: DeserializeOwned>(
+    socket: impl AsRef<Path>,
+    path: &str,
+    until: Instant,
+) -> Result<T, ClientError> {
+    loop {
+        match get_json(socket.as_ref(), path) {
+            Err(ClientError::NoDaemon { .. } | ClientError::CutOff { .. })
+                if Instant::now() < until =>
+            {
+                std::thread::sleep(AGAIN);
+            }
+            answer => return answer,
+        }
+    }
 }
 
 fn ask(socket: &Path, head: &str, path: &str, content: &str) -> Result<Vec<u8>, ClientError> {

@@ -183,8 +183,6 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     }
 }
 
-/// When the new kernel speaks and QEMU still shows the old size, one MiB down and up again; not
-/// while the VM is to be left alone.
 /// The size to order where all is to be returned to a guest that may be booting. A driver that
 /// starts and is to hold nothing writes no size, and QEMU would go on showing the old one. So all
 /// but 1 MiB comes first.
@@ -193,6 +191,8 @@ fn returned(vm: &VmModel, actual: Bytes) -> Bytes {
     if actual < first { first } else { vm.whole }
 }
 
+/// When the new kernel speaks and QEMU still shows the old size, one MiB down and up again; not
+/// while the VM is to be left alone.
 fn after_reboot(model: &Model, vm: &VmModel, r: Reboot, actual: Bytes) -> Verdict {
     let to = r.to.unwrap_or(actual);
     let nudge = to - Bytes::mib(1);

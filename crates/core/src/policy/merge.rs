@@ -198,10 +198,16 @@ pub struct BurstMemory {
 }
 
 impl BurstMemory {
-    /// What is to be had of the VMs that are open now. VMs that were closed since are merged anew
-    /// when they are opened again.
-    pub fn note_closed(&mut self, planned: &Candidates) {
-        self.done_of = self.done_of.map(|saved| saved.min(planned.saves()));
+    /// Takes in what is to be had of the VMs that are open now, and what is saved of them, pages.
+    /// VMs that were closed are merged anew when they are opened again, and what was saved of them
+    /// is no loss of the burst.
+    pub fn note_closed(&mut self, planned: &Candidates, saved: u64) {
+        self.done_of = self.done_of.map(|before| before.min(planned.saves()));
+        let burst = self.burst.as_mut().filter(|b| planned.saves() < b.began.planned.saves());
+        if let Some(burst) = burst {
+            burst.began.planned = *planned;
+            burst.judged.iter_mut().for_each(|judged| judged.saved = judged.saved.min(saved));
+        }
     }
 }
 

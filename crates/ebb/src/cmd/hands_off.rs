@@ -10,7 +10,7 @@ use ebb_core::sample::HandsOff;
 
 use crate::cmd::explain;
 use crate::daemon::HandsOffWish;
-use crate::daemon_client::{self, ClientError};
+use crate::daemon_client;
 use crate::table::emit;
 use crate::view::{State, Vm};
 
@@ -54,17 +54,9 @@ fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<
     let (tick, wish) = (state.tick, HandsOffWish { vm: name.into(), ms });
     daemon_client::post(socket, "/v1/hands-off", &serde_json::to_string(&wish)?)?;
     let until = Instant::now() + PATIENCE;
-    loop {
+    while Instant::now() < until {
         std::thread::sleep(ROUND);
-        let state: State = match daemon_client::get_json(socket, "/v1/state") {
-            // It is being reloaded.
-            Err(ClientError::NoDaemon { .. } | ClientError::CutOff { .. })
-                if Instant::now() < until =>
-            {
-                continue;
-            }
-            state => state?,
-        };
+        let state: State = daemon_client::get_json_until(socket, "/v1/state", until)?;
         let Some(vm) = state.vms.iter().find(|vm| vm.name == name) else {
             bail!("{name}: it has ended, or is called otherwise now: see `ebb status`");
         };
@@ -72,10 +64,8 @@ fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<
         if state.tick != tick && done(vm) {
             return Ok(true);
         }
-        if Instant::now() >= until {
-            return Ok(false);
-        }
     }
+    Ok(false)
 }
 
 #[cfg(test)]

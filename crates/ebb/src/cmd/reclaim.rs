@@ -97,7 +97,7 @@ fn fresh(socket: &str) -> Result<State> {
     daemon_client::post(socket, "/v1/look", "{}")?;
     let until = Instant::now() + PATIENCE;
     loop {
-        let state: State = daemon_client::get_json(socket, "/v1/state")?;
+        let state: State = daemon_client::get_json_until(socket, "/v1/state", until)?;
         let late = Instant::now() > until;
         if state.tick > old.tick + 1 || state.tick > old.tick && late {
             return Ok(state);
@@ -109,8 +109,9 @@ fn fresh(socket: &str) -> Result<State> {
         if late {
             bail!("the daemon has not finished a tick in {} s", PATIENCE.as_secs());
         }
-        // The first tick may have begun before: a second one is asked for.
-        daemon_client::post(socket, "/v1/look", "{}")?;
+        // The first tick may have begun before: a second one is asked for. A daemon that is being
+        // reloaded makes one without that.
+        let _ = daemon_client::post(socket, "/v1/look", "{}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -127,7 +128,8 @@ fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
             again += AGAIN;
             daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?)?;
         }
-        let now = Now::of(&daemon_client::get_json(socket, "/v1/state")?, request);
+        let until = began + PATIENCE;
+        let now = Now::of(&daemon_client::get_json_until(socket, "/v1/state", until)?, request);
         if now.moved(&last) {
             (last, moved) = (now, Instant::now());
         }

@@ -72,7 +72,7 @@ impl AgentLink {
             }
             (RequestKind::Advise, Ok(Answer::Advised { open })) => {
                 self.open = Some(open);
-                // Of one part of what it was told an earlier one may have been refused.
+                // Advice goes out in parts. Where an earlier one was refused, `told` is none.
                 self.refused.take_if(|_| self.told.is_some());
             }
             (RequestKind::Advise, Err(AgentError::Refused(_, no))) => {

@@ -98,7 +98,8 @@ impl LinuxHost {
             let (look, found) =
                 (results.looks.get(&sample.id).cloned(), results.found.get(&sample.id));
             // By ranges, only what lies in them is to be had.
-            let ranged = vm.agent.as_ref().and_then(|_| results.ranges.get(&sample.id));
+            let works = sample.agent.as_ref().is_some_and(|agent| !agent.observes);
+            let ranged = results.ranges.get(&sample.id).filter(|_| works);
             part.found = ranged.map(|(_, found)| found).or(found).copied();
             drop(results);
             let is_open = vm.go_on_merging(look.as_ref());

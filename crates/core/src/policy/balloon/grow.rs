@@ -9,8 +9,8 @@ use crate::units::{Bytes, Stamp};
 
 /// A VM that was shrunk is not grown for the host's sake for this time.
 pub(super) const GROW_HOLD_MS: u64 = 60_000;
-/// One that does not move, and cannot for now, is told again after this.
-const STILL_AGAIN_MS: u64 = 600_000;
+/// A paused VM that did not follow its last order to grow is told again after this.
+const PAUSED_AGAIN_MS: u64 = 600_000;
 /// What of its surplus a clear host gives back, a second.
 const SURPLUS_RATE: f64 = 0.1;
 
@@ -67,8 +67,8 @@ pub(super) fn grow(
         let whys = [
             (least < LEAST_STEP).then(|| format!("{} ballooned; {}", vm.owed, lacks())),
             m.order.is_some_and(|o| o.to > actual).then(|| "it is still growing".into()),
-            waits_to_move(model.at, vm, m)
-                .then(|| format!("{} ballooned; it does not move for now", vm.owed)),
+            waits_to_run(model.at, vm, m)
+                .then(|| format!("{} ballooned; it grows when it runs again", vm.owed)),
             hold.map(|hold| {
                 let (owed, s) = (vm.owed, hold.div_ceil(1000));
                 format!("{owed} ballooned; given back in {s} s at the earliest, unless it needs it")
@@ -88,9 +88,7 @@ pub(super) fn grow(
     }
 }
 
-/// Whether it has not followed its last order to grow, cannot for now, and is not to be told again
-/// soon.
-fn waits_to_move(at: Stamp, vm: &VmModel, m: &VmMemory) -> bool {
-    let lately = m.last_give.is_some_and(|t| at.since(t) < STILL_AGAIN_MS);
-    m.unmoved && (vm.paused || !vm.unseen.is_empty()) && lately
+/// Whether it is paused, and was told to grow not long ago.
+fn waits_to_run(at: Stamp, vm: &VmModel, m: &VmMemory) -> bool {
+    m.unmoved && vm.paused && m.last_give.is_some_and(|t| at.since(t) < PAUSED_AGAIN_MS)
 }

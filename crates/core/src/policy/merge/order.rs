@@ -56,7 +56,7 @@ pub struct MergeMemory {
     pub govern: super::BurstMemory,
     /// When a scan was ordered last.
     pub scan: Option<Stamp>,
-    /// When the first one was to be ordered.
+    /// Since when there has been a VM to scan.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wanted: Option<Stamp>,
     /// Scans that were finished when last looked at.
@@ -132,7 +132,11 @@ impl VmMergeMemory {
         let recent = |was: &MergeCounts| when.since(was.at) < STORM_SINCE_MS;
         let was = self.breaks_since.take().filter(recent).unwrap_or(last);
         let newly = counted.saturating_sub(was.counted);
-        let closed = was.opened.zip(opened).map_or(0, |(was, now)| was.saturating_sub(now));
+        // Told to open other ranges, it may have closed any number.
+        if was.opened.zip(opened).is_some_and(|(was, now)| was < now) {
+            return;
+        }
+        let closed = was.opened.zip(opened).map_or(0, |(was, now)| was - now);
         let broken = (was.merged + newly).saturating_sub(now.merged).saturating_sub(closed);
         let written = match (was.copied, copied) {
             (Some(was), Some(now)) => now.saturating_sub(was) >= broken / 2,
@@ -198,7 +202,9 @@ pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan,
     let settings = &host.config.settings;
     let cores = settings.share(state);
     plan.scan_cores = host.scan.busy.then_some(cores);
-    next.wanted.get_or_insert(model.at);
+    if !targets.is_empty() {
+        next.wanted.get_or_insert(model.at);
+    }
     let works = matches!(plan.ksmd, Some(KsmdOrder::Run { .. }));
     if let Some((reason, spot_check)) = due(model, (host, state), works, &targets, &next) {
         next.scan = Some(model.at);
@@ -354,7 +360,7 @@ fn steer(
         }
     }
     if vms.iter().all(|(_, part)| part.sample.open.is_some()) {
-        next.govern.note_closed(&planned);
+        next.govern.note_closed(&planned, saved_now);
     }
     let facts = Facts {
         at: model.at,

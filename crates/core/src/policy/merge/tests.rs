@@ -95,6 +95,15 @@ fn vms_that_are_opened_during_a_burst_or_after_it_are_merged_as_well() {
     assert!(matches!(step(facts(2, 900, 3, 20)), KsmdOrder::Run { scans: 5, .. }));
     assert!(matches!(step(facts(3, 950, 4, 20)), KsmdOrder::Run { scans: 5, .. }));
     assert!(rests(&step(facts(4, 1500, 5, 80_000)), "all that was found is merged: 312 MiB"));
+    // One that is closed meanwhile and opened again; what was saved of it is no loss.
+    let mut m = BurstMemory::default();
+    govern(&facts(0, 0, 0, 0), &s, &mut m);
+    assert!(matches!(govern(&facts(1, 500, 2, 50_000), &s, &mut m), KsmdOrder::Run { .. }));
+    m.note_closed(&half, 20_000);
+    let closed = govern(&one(2, 600, 3, 25_000), &s, &mut m);
+    assert!(matches!(closed, KsmdOrder::Run { scans: 4, .. }), "{closed:?}");
+    let opened = govern(&facts(3, 700, 4, 30_000), &s, &mut m);
+    assert!(matches!(opened, KsmdOrder::Run { scans: 6, .. }), "{opened:?}");
     // After it, also with the next plan and where one VM is closed for a while.
     let mut m = BurstMemory::default();
     let mut step = |f: Facts| govern(&f, &s, &mut m);

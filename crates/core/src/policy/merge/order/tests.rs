@@ -402,6 +402,9 @@ fn the_first_scan_waits_a_minute_for_an_agent_that_is_not_met() {
         tick(ON, &mut memory, &sample(at, Bytes::gib(50), vms)).scan.map(|s| s.vms.len())
     };
     assert_eq!([scanned(10_000), scanned(69_000), scanned(70_000)], [None, None, Some(1)]);
+    let mut memory = Memory::default();
+    tick(ON, &mut memory, &sample(10_000, Bytes::gib(50), vec![]));
+    assert_eq!(memory.merge.wanted, None, "there is nothing to scan");
 }
 
 #[test]

@@ -45,7 +45,7 @@ fn merges_that_are_broken_a_few_between_two_looks_are_a_storm_as_well() {
 /// The kernel counts a copy for each page that an agent closes.
 #[test]
 fn merges_that_an_agent_breaks_are_no_storm() {
-    let out = |closes: u64| {
+    let out = |closes: i64| {
         let (mut memory, room) = (Memory::default(), Bytes::gib(50));
         let mut at = |n: u64, opened: u64| {
             let gone = Bytes::mib(424).0 * n;
@@ -58,9 +58,11 @@ fn merges_that_an_agent_breaks_are_no_storm() {
             memory.of(s.vms[0].id).merge.storms
         };
         at(0, Bytes::gib(2).0);
-        at(1, Bytes::gib(2).0 - closes)
+        at(1, Bytes::gib(2).0.saturating_add_signed(-closes))
     };
-    assert_eq!([out(0), out(Bytes::mib(300).0), out(Bytes::mib(424).0)], [1, 1, 0]);
+    let mib = |n: i64| n << 20;
+    assert_eq!([out(0), out(mib(300)), out(mib(424))], [1, 1, 0]);
+    assert_eq!(out(mib(-4)), 0, "it was told other ranges");
 }
 
 #[test]
