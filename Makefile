@@ -29,7 +29,7 @@ KSM := merge:: ways_in:: vm_the_units_sandbox
 DAEMONS := $(filter-out $(LOADS) $(KSM) standin::,$(patsubst crates/lab/tests/vm/%.rs,%::,\
   $(filter-out %/main.rs,$(wildcard crates/lab/tests/vm/*.rs))))
 # Unit tests that judge by time.
-TIMED := qmp::sharing linux::tests::discovery
+TIMED := qmp::sharing linux::tests::discovery linux::tests::orders libvirt::worker
 # The tests without a VM of their own.
 ALONE := $(filter-out vm vm_%,$(notdir $(basename $(wildcard crates/*/tests/*.rs)) \
   $(patsubst %/main.rs,%,$(wildcard crates/*/tests/*/main.rs))))

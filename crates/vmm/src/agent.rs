@@ -117,7 +117,7 @@ impl Agent {
         }
         if found.is_none() && now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
-            let opened = vm.keep_closed(now, false).err().map(Blocked::from);
+            let opened = vm.keep_closed(now, false).err();
             let device = vm.devices.look().map(|why| Blocked { why, passes: true });
             found = device.or(opened);
         }
@@ -307,8 +307,8 @@ impl Agent {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Answer, Refusal> {
         self.step();
-        if let Err(why) = self.attached()?.keep_closed(Instant::now(), true) {
-            self.stand_aside(&why, false);
+        if let Err(by) = self.attached()?.keep_closed(Instant::now(), true) {
+            self.stand_aside(&by.why, by.passes);
         }
         let vm = self.changeable()?;
         if vm.devices.unclear().is_some() && !vm.tracker.faults.no_devices() {
@@ -433,7 +433,7 @@ impl Attached {
 
     /// What another program may have opened to KSM again is closed: what is about to be `recycled`
     /// must have been looked at within a second, tripwires always.
-    fn keep_closed(&mut self, now: Instant, recycled: bool) -> Result<(), String> {
+    fn keep_closed(&mut self, now: Instant, recycled: bool) -> Result<(), Blocked> {
         if !self.registered {
             return Ok(());
         }

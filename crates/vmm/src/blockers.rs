@@ -16,7 +16,7 @@ use std::os::fd::BorrowedFd;
 use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FileType, Stat};
+use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, statx};
 use rustix::net::AddressFamily;
 use rustix::net::sockopt::socket_domain;
 
@@ -157,8 +157,11 @@ fn opened(closed: &[i32]) -> Vec<i32> {
     polled.iter().zip(closed).filter(|(p, _)| is_open(p)).map(|(_, fd)| *fd).collect()
 }
 
-fn stat(fd: i32) -> Option<Stat> {
-    rustix::fs::fstat(borrowed(fd)).ok()
+/// What is open there, by what is known of it: a file system of another machine is not asked, which
+/// may take as long as that machine likes.
+fn stat(fd: i32) -> Option<Statx> {
+    let (by_number, local) = (AtFlags::EMPTY_PATH, AtFlags::STATX_DONT_SYNC);
+    statx(borrowed(fd), "", by_number | local, StatxFlags::TYPE | StatxFlags::INO).ok()
 }
 
 fn is_unix(fd: i32) -> bool {
@@ -168,8 +171,9 @@ fn is_unix(fd: i32) -> bool {
 /// What is open, and its number: of a device that of the device, else that of the inode.
 fn kind(fd: i32) -> Option<(FileType, u64)> {
     let stat = stat(fd)?;
-    let kind = FileType::from_raw_mode(stat.st_mode);
-    Some((kind, if kind == FileType::CharacterDevice { stat.st_rdev } else { stat.st_ino }))
+    let kind = FileType::from_raw_mode(stat.stx_mode.into());
+    let device = || u64::from(stat.stx_rdev_major) << 32 | u64::from(stat.stx_rdev_minor);
+    Some((kind, if kind == FileType::CharacterDevice { device() } else { stat.stx_ino }))
 }
 
 /// The number of what is open, if it is of this kind.

@@ -232,7 +232,7 @@ impl Tracker {
                 let searched = now - *since.get_or_insert(now);
                 let pause = (searched / SEARCH_SHARE).clamp(SEARCH_EVERY, SEARCH_MOST);
                 *next = Some(now + if self.running { pause } else { SEARCH_PAUSED });
-                let (found, why) = search(ram, sight.gently);
+                let (found, why) = search(ram, self.firmware, sight.gently);
                 self.why = why.or(self.why.take());
                 if !found.is_empty() {
                     self.at = At::Checking { since: now, found };
@@ -433,12 +433,17 @@ fn collect(ram: &Ram, header: &Header) -> Result<Layout, Bad> {
     }
 }
 
-/// All headers that are whole, among the held ones of the first pages, and why
-/// the last one that was not is none.
-fn search(ram: &Ram, gently: bool) -> (Vec<Candidate>, Option<String>) {
+/// All headers that are whole, among the held ones of the first pages, and why the last one that
+/// was not is none. One on a tripwire is a hostile guest's: the agent would wait for itself when
+/// it writes there.
+fn search(ram: &Ram, firmware: Firmware, gently: bool) -> (Vec<Candidate>, Option<String>) {
     let mut found = Vec::new();
     let mut why = None;
     for gpa in magic_pages(ram, gently) {
+        if firmware.wires().contains(&gpa) || firmware.kept_wire() == Some(gpa) {
+            why = Some(format!("a header at {gpa:#x}, where its firmware writes first"));
+            continue;
+        }
         match read_header(ram, gpa) {
             Some(Ok(header)) => {
                 let last = header.live.beat;

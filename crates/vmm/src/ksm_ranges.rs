@@ -62,7 +62,7 @@ impl From<String> for Blocked {
 /// aside. `below`: what may be taken below the VM's limits, if there are any.
 pub fn leave_ksm(ram: &Ram, open: &Open, below: Option<Bytes>) -> Result<(), Blocked> {
     has_room(merged_in(&without(anonymous(ram), &open.ranges)), (SPARE, below))?;
-    Ok(open.keep_rest_out(ram)?)
+    open.keep_rest_out(ram)
 }
 
 /// Anonymous RAM; pieces that adjoin in this process are one range, as the scanner sees them.
@@ -76,16 +76,23 @@ fn anonymous(ram: &Ram) -> Vec<Range> {
 }
 
 /// Takes ranges out of KSM and breaks what is merged of them; their contents stay.
-fn close(ranges: &[Range]) -> Result<(), String> {
+fn close(ranges: &[Range]) -> Result<(), Blocked> {
     for range in ranges {
         match sys::advise(*range, libc::MADV_UNMERGEABLE) {
             // A kernel without KSM does not know the advice.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {}
-            Err(e) => return Err(format!("RAM cannot be taken out of KSM: {e}")),
+            Err(e) => return Err(not_closed(&e)),
             Ok(()) => {}
         }
     }
     Ok(())
+}
+
+/// `madvise` tells a lack of memory for the copies by EAGAIN, and by ENOMEM too.
+fn not_closed(error: &io::Error) -> Blocked {
+    let kinds = [io::ErrorKind::WouldBlock, io::ErrorKind::OutOfMemory, io::ErrorKind::Interrupted];
+    let why = format!("RAM cannot be taken out of KSM: {error}");
+    Blocked { why, passes: kinds.contains(&error.kind()) }
 }
 
 /// What is open to KSM: ranges of anonymous RAM, sorted and apart.
@@ -135,7 +142,7 @@ impl Open {
         let closing = without(self.ranges.clone(), &want);
         let merged = merged_in(&closing);
         has_room(merged, (SPARE, *below)).map_err(|b| b.why)?;
-        close(&closing)?;
+        close(&closing).map_err(|b| b.why)?;
         below.iter_mut().for_each(|below| *below = *below - Bytes::pages(merged));
         let opening = without(want.clone(), &self.ranges);
         // From here on nothing of it is recycled, whatever becomes of the advice.
@@ -168,17 +175,17 @@ impl Open {
 
     pub fn close_all(&self, below: Option<Bytes>) -> Result<(), Blocked> {
         has_room(merged_in(&self.ranges), (SPARE, below))?;
-        Ok(close(&self.ranges)?)
+        close(&self.ranges)
     }
 
     /// Closes the rest once more: another program may have opened it again. Costs a
     /// microsecond for each stretch of it that is still closed.
-    pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), String> {
+    pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), Blocked> {
         close(&without(anonymous(ram), &self.ranges))
     }
 
     /// The same for what is never open, which is protected all the time.
-    pub fn keep_tripwires_out(&self, ram: &Ram) -> Result<(), String> {
+    pub fn keep_tripwires_out(&self, ram: &Ram) -> Result<(), Blocked> {
         close(&never_open(ram))
     }
 
@@ -334,6 +341,14 @@ mod tests {
     use ebb_core::wire::Segment;
 
     use super::*;
+
+    #[test]
+    fn a_lack_of_memory_while_merges_are_broken_passes() {
+        for (error, passes) in [(libc::EAGAIN, true), (libc::ENOMEM, true), (libc::EPERM, false)] {
+            let by = not_closed(&io::Error::from_raw_os_error(error));
+            assert!(by.passes == passes && by.why.contains("out of KSM"), "{by:?}");
+        }
+    }
 
     #[test]
     fn merges_are_undone_only_where_there_is_room() {

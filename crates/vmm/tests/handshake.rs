@@ -276,6 +276,19 @@ fn what_does_not_beat_once_the_tripwires_are_armed_is_not_written_to() {
     assert!(writes_to_what_is_gone(Faults::parse("no_late_beat").unwrap()));
 }
 
+/// The agent writes its number there, and would wait for itself.
+#[test]
+fn a_header_on_a_tripwire_is_none() {
+    let guest = Guest::new(64, RamKind::Small);
+    guest.word(HEADER).store(0, SeqCst);
+    guest.write_header_at(0x6000);
+    let mut agent = agent_of(guest.attach(), Faults::default());
+    assert!(within(Duration::from_secs(10), || {
+        let why = status(&mut agent, false).why.unwrap_or_default();
+        why.contains("a header at 0x6000, where its firmware writes first")
+    }));
+}
+
 #[test]
 fn who_only_observes_touches_nothing() {
     let guest = Guest::new(64, RamKind::Small);

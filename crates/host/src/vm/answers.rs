@@ -132,11 +132,16 @@ impl Vm {
         self.answers.actual_new = self.answers.actual.is_some();
     }
 
-    /// Takes in what is plugged. An order under way still means the same size of the balloon.
-    fn plugged(&mut self, dimms: Bytes, virtio_mem: Bytes) {
+    /// Takes in what is plugged. An order under way still means the same size of the balloon. On a
+    /// shared socket no event tells that RAM was plugged in or out.
+    pub(super) fn plugged(&mut self, dimms: Bytes, virtio_mem: Bytes) {
         let was = std::mem::replace(&mut self.virtio_mem, virtio_mem);
         self.ordered = self.ordered.map(|to| to - was + virtio_mem);
-        self.ram = Some(self.base + dimms + virtio_mem);
+        let ram = Some(self.base + dimms + virtio_mem);
+        if self.ram != ram {
+            self.inventory.look_anew();
+        }
+        self.ram = ram;
     }
 
     fn device_answer(&mut self, query: Query, value: &Value) {

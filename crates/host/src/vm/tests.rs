@@ -298,7 +298,7 @@ fn findings_of_an_earlier_tick_are_none_of_this() {
 
 /// What QEMU told of RAM before says nothing of it now.
 #[test]
-fn after_hands_off_qemu_is_asked_anew_where_its_ram_is() {
+fn after_hands_off_and_when_ram_was_plugged_qemu_is_asked_anew_where_its_ram_is() {
     let mut vm = vm("/nowhere/qmp".into());
     vm.agent = Some(AgentLink::new("/nowhere/agent".into(), std::process::id()));
     let asks_for_ram = |vm: &mut Vm| {
@@ -311,6 +311,11 @@ fn after_hands_off_qemu_is_asked_anew_where_its_ram_is() {
     vm.ask_agent(Instant::now(), false, (None, false));
     vm.access.hands_off_ms = None;
     assert!(asks_for_ram(&mut vm));
+    // A shared socket tells no events.
+    for (dimm, anew) in [(Bytes::gib(1), true), (Bytes::gib(1), false), (Bytes::ZERO, true)] {
+        vm.plugged(dimm, Bytes::ZERO);
+        assert_eq!(asks_for_ram(&mut vm), anew, "{dimm}");
+    }
 }
 
 /// Merging, zero pages and the tier go by what a sample tells.

@@ -42,7 +42,7 @@ fn vm_those_below_a_full_slice_give_and_the_one_beside_does_not() {
         let both = gave("lim1") > Bytes::mib(64) && gave("lim2") > Bytes::mib(64);
         (both && actual(s, "lim3") == RAM).then(|| limit_of_slice(s).cloned())?
     };
-    let limit = daemon.wait_for("two VMs that give", MINUTE, shrunk).unwrap();
+    let limit = daemon.wait_for("two VMs that give", 3 * MINUTE, shrunk).unwrap();
     assert_eq!(limit["vms"], 2, "{limit}");
     assert_eq!(limit["capacity"], LIMIT.0, "{limit}");
     let (_, text, error) = ebb::run_in(dir.path(), &["status"]).unwrap();

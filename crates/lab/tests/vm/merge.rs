@@ -171,7 +171,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
             let burst = merged(state).iter().sum::<u64>() > 20_000;
             (rests && burst).then(|| (number, state.clone()))
         };
-        let (number, state) = daemon.wait_for("end of a burst", MINUTE, done).unwrap();
+        let (number, state) = daemon.wait_for("end of a burst", 3 * MINUTE, done).unwrap();
         scans = number;
         let saved = Bytes::pages(merged(&state).iter().sum::<u64>() / 2);
         let after = truth(&vms);
@@ -193,7 +193,7 @@ fn vm_the_daemon_merges_identical_guests_and_puts_back_what_it_changed() {
         let merged = Bytes::pages(merged(state)[0]);
         state["vms"][0]["merge"]["seen"][1].as_u64() >= Some(merged.share(0.75).0)
     };
-    daemon.wait_for("a look at what is merged", MINUTE, seen).unwrap();
+    daemon.wait_for("a look at what is merged", 3 * MINUTE, seen).unwrap();
     let tool = vms[0].tool();
     tool.stop("h").unwrap();
     tool.start_ready("w", "hold", "size=125829120 seed=99 pattern=random", MINUTE).unwrap();

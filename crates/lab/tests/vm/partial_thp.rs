@@ -27,7 +27,8 @@ fn vm_what_a_balloon_takes_of_huge_pages_is_the_hosts_and_the_rest_is_whole() {
         daemon.reclaim().unwrap();
         (freed(s) >= Bytes::mib(64)).then(|| s.clone())
     };
-    let state = daemon.wait_for("64 MiB of partially mapped huge pages", MINUTE, enough).unwrap();
+    let state =
+        daemon.wait_for("64 MiB of partially mapped huge pages", 3 * MINUTE, enough).unwrap();
     let after = cgroup.usage();
     println!("cgroup {before} → {after}, {}", state["vms"][0]["partial_thp"]);
     // Less what the balloon took outside of them: the proof is the host's own counter.

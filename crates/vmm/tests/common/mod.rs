@@ -115,7 +115,10 @@ impl Guest {
     }
 
     pub fn write_header(&self) {
-        let h = HEADER;
+        self.write_header_at(HEADER);
+    }
+
+    pub fn write_header_at(&self, h: u64) {
         for (i, eight) in abi::MAGIC.chunks(8).enumerate() {
             let word = u64::from_le_bytes(eight.try_into().unwrap());
             self.word(h + 8 * i as u64).store(word, SeqCst);

@@ -51,7 +51,7 @@ fn vm_khugepaged_undoes_merges_unless_it_is_held() {
             let truth = known.then(|| Truth::of(&pids(&vms)).unwrap())?;
             (truth.ideal() < Bytes::mib(4)).then_some(truth)
         };
-        let before = daemon.wait_for("all that is alike merged", 2 * MINUTE, done).unwrap();
+        let before = daemon.wait_for("all that is alike merged", 6 * MINUTE, done).unwrap();
         khugepaged_goes_over_it();
         let after = Truth::of(&pids(&vms)).unwrap();
         println!("held {hold}: {before:?}, then {after:?}");

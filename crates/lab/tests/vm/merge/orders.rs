@@ -83,7 +83,7 @@ fn vm_release_puts_back_ksm_and_who_was_open_and_breaks_no_merge() {
     let dir = tempfile::tempdir().unwrap();
     let vms = boot_pair(None);
     let daemon = merging(dir.path(), "2s");
-    wait_merged(&daemon, 8000, MINUTE);
+    wait_merged(&daemon, 8000, 3 * MINUTE);
     ebb_says(dir.path(), &["merge", "off", "mg2"]);
     let closed = |s: &Value| s["vms"][1]["merge"]["open"] == false;
     daemon.wait_for("mg2 to be out", MINUTE, closed).unwrap();
@@ -116,7 +116,7 @@ fn vm_a_running_ksmtuned_is_overruled_named_and_left_as_it_was() {
     wait("ksmtuned", || knob("pages_to_scan") == PAGES && knob("run") == "1");
     let before = knobs();
     let daemon = merging(dir.path(), "2s");
-    let state = wait_merged(&daemon, 8000, MINUTE);
+    let state = wait_merged(&daemon, 8000, 3 * MINUTE);
     let pid = tuned.0.as_raw_nonzero().get();
     let warned = |s: &Value| s["host"]["warnings"].to_string().contains(&format!("process {pid})"));
     assert!(warned(&state), "{:#}", state["host"]["warnings"]);
