@@ -174,7 +174,7 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Whether so much more is to be had than that, that it pays to scan all twice for it.
+    /// Whether what is to be had beyond `saves` is worth two scans of all that is open.
     fn has_more_than(&self, saves: Bytes, floor: Bytes) -> bool {
         let (more, cost_s) = (self.planned.saves() - saves, SCANS * self.planned.again_s());
         more >= LEAST && more >= floor.share(cost_s)

@@ -61,8 +61,8 @@ fn state_file(dir: &Path) -> Value {
     serde_json::from_slice(&fs::read(dir.join("state.json")).unwrap()).unwrap()
 }
 
-/// Waits until Ebb has taken so much of the VM. A guest that was silent for a moment is not asked
-/// for two minutes.
+/// Waits until the VM is no larger than `most`. Ebb does not ask a guest that was silent for two
+/// minutes.
 fn wait_taken(daemon: &Daemon, name: &str, most: Bytes) -> u64 {
     daemon
         .wait_for("shrunk VM", 3 * MINUTE, |s| {
