@@ -56,6 +56,8 @@ const COUNTS: u32 = 4;
 /// their sockets.
 const KEPT_OPEN: usize = 1000;
 
+/// The mounts of RAM in files are looked at this often.
+const RAM_FILES_EVERY: Duration = Duration::from_secs(5);
 /// What touching new memory takes is measured this often.
 const TOUCH_EVERY: Duration = Duration::from_secs(60);
 
@@ -112,6 +114,8 @@ pub struct LinuxHost {
     unread: Option<String>,
     /// Which VM each configured socket turned out to be.
     named: BTreeMap<String, VmId>,
+    /// When the mounts of RAM in files were looked at.
+    ram_files: Option<Instant>,
     /// The VMs that Ebb owes something.
     owed: HashSet<VmId>,
     /// The VMs that need not be asked in the next sample.
@@ -186,6 +190,7 @@ impl LinuxHost {
             hands_off,
             unread,
             named: BTreeMap::new(),
+            ram_files: None,
             owed: HashSet::new(),
             resting: HashSet::new(),
             owed_at: BTreeMap::new(),
@@ -231,6 +236,7 @@ impl LinuxHost {
         let mut host = self.sample_host(&mut problems);
         self.owed = owed.iter().copied().collect();
         self.refresh(started);
+        self.look_at_ram_files(started);
         self.allow(at, started);
         for id in owed {
             self.vms.get_mut(id).into_iter().for_each(|vm| vm.hurry(started));

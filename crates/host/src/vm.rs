@@ -242,6 +242,8 @@ pub(crate) struct Vm {
     own: OwnCount,
     /// Why that could not be read.
     unread: Option<String>,
+    /// Why the mount of its RAM may not have room for what it gives back.
+    pub no_room: Option<String>,
     /// Its process was looked at since the last sample.
     pub seen: bool,
 }
@@ -354,10 +356,11 @@ impl Vm {
             shared: self.shared(),
             run,
             balloon: self.balloon(at, wall_ms),
-            agent: self.agent.as_ref().filter(|a| self.counts(a)).map(|a| AgentSample {
-                observes: self.access.agent == AgentUse::Observe,
-                ..a.sample()
-            }),
+            agent: self
+                .agent
+                .as_ref()
+                .filter(|a| self.counts(a))
+                .map(|a| AgentSample { observes: self.observes(), ..a.sample() }),
             events: std::mem::take(&mut self.events),
             age_ms: age_of(id),
             pinned: self.pinned(),
@@ -376,6 +379,7 @@ impl Vm {
         why(p.passthrough, "a VFIO or vDPA device pins it")
             .or_else(|| p.pinned.clone())
             .or_else(|| why(p.hugepages, "its RAM is huge pages of a pool"))
+            .or_else(|| self.no_room.clone())
     }
 
     /// Its size by the last answers.
@@ -402,6 +406,11 @@ impl Vm {
 
     fn uses_agent(&self) -> bool {
         self.may_use_agent() && self.access.hands_off_ms.is_none()
+    }
+
+    /// Whether its agent gives nothing back.
+    fn observes(&self) -> bool {
+        self.access.agent == AgentUse::Observe || self.no_room.is_some()
     }
 
     /// Whether it would be used without `ebb hands-off`.
@@ -458,11 +467,12 @@ impl Vm {
         let migrating = self.answers.migrating;
         let run = self.answers.run.clone().map(|r| if migrating { RunState::Migrating } else { r });
         let usable = self.slow_since.is_none() && self.known();
+        let observe = self.observes();
         let Some(agent) = self.agent.as_mut() else { return };
         let terms = Terms {
             reports: self.reporting == Some(true),
             keep_open,
-            observe: self.access.agent == AgentUse::Observe,
+            observe,
             window_limit_ms: self.access.window_limit_ms,
             room,
             waits,

@@ -274,7 +274,7 @@ pub(super) fn outdated(g: &GuestModel) -> Option<String> {
 
 /// What keeps its memory where it is, for people.
 pub(super) fn pinned(vm: &VmModel) -> Option<String> {
-    vm.pinned.as_ref().map(|why| format!("ballooning it frees nothing: {why}"))
+    vm.pinned.as_ref().map(|why| format!("its balloon is left alone: {why}"))
 }
 
 /// Why the host would have nothing of a larger balloon, for people.

@@ -64,6 +64,9 @@ pub fn text(state: &State, vm: &Vm, decisions: &[Decision]) -> String {
         state.host.state,
         state.host.why,
     );
+    if let Some(why) = &vm.pinned {
+        out += &format!("  pinned    {why}\n");
+    }
     if !vm.by_metadata.is_empty() {
         out += &format!("  metadata  {}, by its libvirt domain\n", vm.by_metadata);
     }

@@ -2,14 +2,14 @@
 //! behind configured sockets. What is opened to be told of the host's pressure is opened with
 //! that.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use std::time::Instant;
 
 use ebb_core::config::{Metadata, VmSettings};
 use ebb_core::sample::{Claim, Problem, VmId};
 
-use super::{KEPT_OPEN, LinuxHost, access};
+use super::{KEPT_OPEN, LinuxHost, RAM_FILES_EVERY, access};
 use crate::probe::cgroup::read_hierarchy;
 use crate::probe::discovery::{make_names_unique, serving};
 use crate::probe::identity::{claim, name_by_socket};
@@ -17,6 +17,7 @@ use crate::probe::managers::{SocketKind, kind};
 use crate::probe::process::Life;
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
+use crate::probe::ram_files::{read_ram_files, without_room};
 use crate::probe::vmpressure::PressureEvents;
 use crate::qmp::Client;
 use crate::vm::{Access, Vm, noted, problem};
@@ -34,6 +35,28 @@ impl LinuxHost {
         if due || self.vms.len() < before {
             self.scanned = Some(now);
             self.scan();
+        }
+    }
+
+    /// Finds the VMs whose RAM lies in a mount without room for all of it. Also what could not be
+    /// read is a reason to take nothing.
+    pub(super) fn look_at_ram_files(&mut self, now: Instant) {
+        if self.ram_files.is_some_and(|at| now - at < RAM_FILES_EVERY) {
+            return;
+        }
+        self.ram_files = Some(now);
+        let root = &self.options.root;
+        let read = |(id, vm): (&VmId, &Vm)| (*id, read_ram_files(root, &vm.process));
+        let (mut files, mut why) = (BTreeMap::new(), BTreeMap::new());
+        for (id, read) in self.vms.iter().map(read) {
+            match read {
+                Ok(its) => drop(files.insert(id, its)),
+                Err(e) => drop(why.insert(id, format!("the mount of its RAM is unknown: {e}"))),
+            }
+        }
+        why.extend(without_room(&files));
+        for (id, vm) in &mut self.vms {
+            vm.no_room = why.remove(id);
         }
     }
 
@@ -137,6 +160,7 @@ impl LinuxHost {
     fn take_in(&mut self, process: QemuProcess) -> &mut Vm {
         let (id, interval_s) = (process.id, self.options.stats_interval_s);
         let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
+        self.ram_files = self.ram_files.filter(|_| process.args.mem_paths.is_empty());
         let new = || Vm::new(process, interval_s, Access::default()).with(was, libvirt);
         self.vms.entry(id).or_insert_with(new)
     }

@@ -15,6 +15,7 @@ pub mod pagemap;
 pub mod process;
 pub mod psi;
 pub mod qemu;
+pub mod ram_files;
 pub mod regions;
 pub mod swaps;
 pub mod trust;

@@ -56,6 +56,8 @@ pub struct QemuArgs {
     pub hugepages: bool,
     /// Why else guest memory stays where it is: encrypted or locked.
     pub pinned: Option<String>,
+    /// All of its RAM is allocated at its start.
+    pub preallocated: bool,
     /// Files that RAM lives in.
     pub mem_paths: Vec<String>,
     /// `-machine none`: a program asks this QEMU what it can do, and there is no VM.
@@ -154,12 +156,16 @@ impl QemuArgs {
             "object" => {
                 let options = Options::parse(value, "qom-type");
                 self.hugepages |= options.is_on("hugetlb");
+                self.preallocated |= options.is_on("prealloc");
                 let kind = options.get("qom-type").unwrap_or_default();
                 if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
                     let kind = shown(&kind, MAX_KIND);
                     self.pinned = Some(format!("guest memory is encrypted ({kind})"));
                 }
                 self.mem_paths.extend(options.get("mem-path"));
+                // `shm_open`.
+                let shm = (kind == "memory-backend-shm").then(|| "/dev/shm".to_owned());
+                self.mem_paths.extend(shm);
             }
             "netdev" => self.vdpa(value, "type"),
             "blockdev" => self.vdpa(value, "driver"),
@@ -190,6 +196,10 @@ impl QemuArgs {
                 if file.rsplit('/').next().is_some_and(|f| f.starts_with("libebb_vmm")) {
                     self.agent = options.get("socket").map(PathBuf::from);
                 }
+            }
+            "mem-prealloc" => {
+                self.preallocated = true;
+                return false;
             }
             // Words for the guest's kernel, which may look like options.
             "append" => {}

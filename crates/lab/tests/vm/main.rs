@@ -12,6 +12,7 @@ mod offload;
 mod owed;
 mod partial_thp;
 mod plug;
+mod ram_files;
 mod recycle;
 mod shared;
 mod smoke;

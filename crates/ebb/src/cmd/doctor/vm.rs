@@ -74,20 +74,8 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         let found = shared_words(shared);
         add("QMP socket", Grade::Note, &found, &own_socket(process));
     }
-    if process.is_some_and(|p| p.args.passthrough) {
-        let advice = "ballooning has no effect: a passed-through device pins all guest memory";
-        add("devices", Grade::Missing, "VFIO or vDPA device", advice);
-    }
-    if let Some(why) = process.and_then(|p| p.args.pinned.as_deref()) {
-        add("RAM", Grade::Missing, why, "ballooning has no effect: QEMU keeps all guest memory");
-    }
-    if process.is_some_and(|p| p.args.hugepages) {
-        add(
-            "RAM",
-            Grade::Note,
-            "in huge pages",
-            "memory returns in whole huge pages or not at all",
-        );
+    if let Some(why) = &vm.pinned {
+        add("RAM", Grade::Missing, why, "Ebb takes no memory of it with the balloon");
     }
     if vm.link == Link::Up {
         // It answers without a socket for Ebb.

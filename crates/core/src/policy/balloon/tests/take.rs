@@ -16,7 +16,7 @@ fn who_brings_nothing_is_not_asked() {
     let vms = || vec![pinned.clone(), vm(2, 1024, 900)];
     let v = decide(host(Pressure::Critical, 400, 0), vms(), vec![]);
     assert_eq!((size(&v[0]), size(&v[1])), (None, Some(624)), "nothing is expected of it");
-    assert_eq!(v[0], Verdict::Hold("ballooning it frees nothing: a VFIO device pins it".into()));
+    assert_eq!(v[0], Verdict::Hold("its balloon is left alone: a VFIO device pins it".into()));
     let model = model(host(Pressure::Clear, 0, 0), vms());
     let v = balloon(&model, &Memory::default(), &[Reclaim::default()], &[]).verdicts;
     assert!(size(&v[0]).is_none() && size(&v[1]).is_some(), "nor by the operator");
