@@ -92,7 +92,7 @@ fields! { HOST_FIELDS: State, s =>
     pool_usage: Bytes Gauge "Usage of the VMs' cgroup" = s.host.pool.as_ref()?.usage;
     pool_swap: Bytes Gauge "Swap used by the VMs' cgroup" = s.host.pool.as_ref()?.swap;
     vms: Plain Gauge "VMs found" = s.vms.len();
-    vms_promised: Bytes Gauge "Sum of the VMs' RAM" = s.host.promised;
+    vms_ram: Bytes Gauge "Sum of the VMs' RAM" = s.host.vms_ram;
     vms_resident: Bytes Gauge "Sum of what the VMs hold" = s.host.resident;
     problems: Plain Gauge "Sources that could not be read" = s.problems.len();
     daemon_cpu: Seconds Counter "CPU time of the daemon" = s.daemon.cpu_s;
@@ -153,7 +153,7 @@ fields! { VM_FIELDS: Vm, v =>
         = v.agent.as_ref()?.held;
     recycled: Bytes Counter "Free pages that the agent returned to the host"
         = v.agent.as_ref()?.counters.recycled;
-    recycle_saved_pages: Plain Counter "Pages the guest took between proof and discard"
+    recycle_saved_pages: Plain Counter "Free pages that the guest took while they were being checked"
         = v.agent.as_ref()?.counters.saved_pages;
     recycle_backoff: Plain Gauge "How often slack was doubled because recycled memory came back"
         = v.agent.as_ref().map(|_| v.recycle_backoff);

@@ -190,8 +190,8 @@ Host(
     merge: Option<Merge> = merge(tick, model);
     #[serde(deserialize_with = "lenient_list")]
     swaps: Vec<SwapArea> = s.swaps.clone();
-    /// Sum of the VMs' RAM. What is promised to VMs that have just started is `starting`.
-    promised: Bytes = vms.iter().filter_map(|v| v.ram).sum();
+    /// Sum of the VMs' RAM.
+    vms_ram: Bytes = vms.iter().filter_map(|v| v.ram).sum();
     /// Sum of what they hold.
     resident: Bytes = vms.iter().filter_map(|v| v.resident).sum();
     /// How much tasks suffer, 0 to 1.

@@ -25,8 +25,8 @@ fn of_ram(state: &State) -> String {
     let unknown = state.vms.iter().filter(|vm| vm.ram.is_none()).count();
     match state.vms.len() - unknown {
         0 => String::new(),
-        _ if unknown == 0 => format!(" of {} of RAM", state.host.promised),
-        n => format!(" (the RAM of {n} of {} is known: {})", state.vms.len(), state.host.promised),
+        _ if unknown == 0 => format!(" of {} of RAM", state.host.vms_ram),
+        n => format!(" (the RAM of {n} of {} is known: {})", state.vms.len(), state.host.vms_ram),
     }
 }
 
@@ -202,7 +202,7 @@ mod tests {
         let hold = |rams: &[Option<Bytes>]| {
             let vms: Vec<Vm> = rams.iter().map(|&ram| Vm { ram, ..Vm::default() }).collect();
             let mut state = State { vms, ..State::default() };
-            state.host.promised = rams.iter().flatten().copied().sum();
+            state.host.vms_ram = rams.iter().flatten().copied().sum();
             of_ram(&state)
         };
         let gib = Some(Bytes::gib(1));
