@@ -107,7 +107,10 @@ impl Model {
     /// The limit that counts for a VM to come: of those that most VMs are below the tightest.
     pub fn common_limit(&self) -> usize {
         // One without VMs is the pool that the configuration names.
-        let most = |l: &&Limit| l.is_host() || l.vms == 0 || 2 * l.vms > self.vms.len();
+        // A limit above one VM is most likely its own, unless it is a slice.
+        let shared = |l: &Limit| l.vms > 1 || l.name.ends_with(".slice");
+        let most =
+            |l: &&Limit| l.is_host() || l.vms == 0 || 2 * l.vms > self.vms.len() && shared(l);
         let limit = tightest(self.host.limits.iter().filter(most));
         let is_it = |l: &Limit| limit.is_some_and(|limit| limit.name == l.name);
         self.host.limits.iter().position(is_it).unwrap_or(0)

@@ -44,6 +44,9 @@ const NOTIFIED_LIFE_MS: u64 = 2_000;
 /// A VM is found within this time after its process has started, milliseconds: new ones are looked
 /// for every 2 s. What it held meanwhile was taken for others'.
 const FOUND_MS: u64 = 5_000;
+/// What others used of a limit is known for this time after it could be reached last: as long as
+/// peaks are kept.
+const LIMIT_LIFE_MS: u64 = 1_800_000;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -53,6 +56,8 @@ pub struct Memory {
     /// Since when it is in that state.
     pub state_since: Stamp,
     pub vmstat: Option<Vmstat>,
+    /// What Ebb had paged out of the VMs then.
+    pub paged_out: Bytes,
     pub vms: Vec<VmMemory>,
     pub urgency: f64,
     /// What each stage was expected to bring, and brought.
@@ -86,6 +91,8 @@ pub struct LimitMemory {
     pub others: Recent,
     /// The VMs that were below it.
     pub vms: Vec<VmId>,
+    #[serde(default)]
+    pub seen: Stamp,
 }
 
 /// What a stage was expected to bring the host, and what the host saw come, since
@@ -224,6 +231,8 @@ impl Memory {
             vm.name = o.name.clone();
             vm.socket.clone_from(&o.socket);
             vm.ledger = o.ledger();
+            // It told its numbers, or nothing would have been taken of it.
+            vm.contact.spoke = true;
         }
         // What is not written down was put back before this start.
         let is_marked = |id: VmId| owned.marks.iter().any(|o| o.id == id);
@@ -350,7 +359,8 @@ impl Memory {
             let below = || model.vms.iter().filter(|v| v.is_below(limit));
             let vms: Vec<VmId> = below().map(|v| v.id).collect();
             let was = self.limits.iter().find(|l| l.name == limit.name);
-            let mut others = was.map(|l| l.others.clone()).unwrap_or_default();
+            let alone = || Some(&self.others).filter(|_| self.others_of.0 == limit.name);
+            let mut others = was.map(|l| &l.others).or_else(alone).cloned().unwrap_or_default();
             let new = below().filter(|v| was.is_some_and(|l| !l.vms.contains(&v.id)));
             others.lower(model.at, FOUND_MS, new.filter_map(|v| v.resident).sum());
             let held: Option<Bytes> = below().map(|v| v.resident).sum();
@@ -358,11 +368,23 @@ impl Memory {
                 others.see(model.at, (limit.capacity - limit.headroom) - held);
             }
             let (name, state, urgency) = (limit.name.clone(), limit.state, limit.urgency);
-            LimitMemory { name, state, urgency, others, vms }
+            LimitMemory { name, state, urgency, others, vms, seen: model.at }
         };
-        self.limits = match &model.host.limits[..] {
-            [] | [_] => Vec::new(),
-            limits => limits.iter().map(one).collect(),
+        let now = &model.host.limits;
+        // One that can be reached at times only keeps what others used of it.
+        let kept = |l: &&LimitMemory| {
+            model.at.since(l.seen) < LIMIT_LIFE_MS && now.iter().all(|n| n.name != l.name)
+        };
+        let absent = |l: &LimitMemory| LimitMemory {
+            state: Pressure::Clear,
+            urgency: 0.0,
+            vms: Vec::new(),
+            ..l.clone()
+        };
+        let kept: Vec<LimitMemory> = self.limits.iter().filter(kept).map(absent).collect();
+        self.limits = match now.len() {
+            0 | 1 if kept.is_empty() => Vec::new(),
+            _ => now.iter().map(one).chain(kept).collect(),
         };
     }
 
@@ -389,10 +411,10 @@ impl Memory {
             self.state = model.host.shown.state;
             self.state_since = model.at;
         }
-        self.vmstat = model.host.vmstat;
+        (self.vmstat, self.paged_out) = (model.host.vmstat, model.host.paged_out);
         self.urgency = model.host.shown.urgency;
-        self.see_others(model);
         self.see_limits(model);
+        self.see_others(model);
         let beyond = |r: &Stage| r.name == StageName::Offload && r.missing > Bytes::ZERO;
         let beyond = plan.stages.iter().any(beyond);
         self.beyond_since = beyond.then(|| self.beyond_since.unwrap_or(model.at));

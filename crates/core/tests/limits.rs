@@ -164,7 +164,7 @@ fn what_was_taken_for_a_limit_comes_back_when_it_vanishes() {
     host.limits.clear();
     let (_, model) = run(&mut host, &mut engine, 240);
     assert_eq!(balloons(&host), [0.0; 5]);
-    assert_eq!((model.host.shown.name.as_str(), engine.memory.limits.len()), ("host", 0));
+    assert_eq!(names(&model), ["host"]);
 }
 
 /// Host and tenant have nothing in common but the guests: 40 GiB of the host are free.
@@ -381,4 +381,20 @@ fn what_others_used_of_the_host_is_nothing_that_they_used_of_a_limit_that_is_new
     let (tick, model) = engine.step(&mut host);
     assert_eq!(model.host.shown.name, "/t/a");
     assert_eq!(asked(&tick), [2], "the first needed all of its memory ten seconds ago");
+}
+
+/// VMs of any size start in a small slice.
+#[test]
+fn what_starts_below_a_limit_is_promised_no_more_than_is_left_there() {
+    let promised = |inner: f64| {
+        let mut host = host(vec![limit("/t", inner, 0.0)], vec![idle("/c")]);
+        let mut engine = engine();
+        run(&mut host, &mut engine, 20);
+        let young = || Guest { resident: Bytes::ZERO, ..Guest::new(40, 0).within("/t/1") };
+        host.guests.extend([young(), young()]);
+        let (_, model) = run(&mut host, &mut engine, 1);
+        (found(&model, "host").unwrap().promised.0 as f64 / GIB as f64).round()
+    };
+    assert_eq!(promised(4.0), 4.0);
+    assert!(promised(100.0) > 70.0);
 }

@@ -364,6 +364,7 @@ impl Vm {
             events: std::mem::take(&mut self.events),
             age_ms: age_of(id),
             pinned: self.pinned(),
+            in_pool: self.process.args.hugepages,
             hands_off: self.access.hands_off_ms.map(|left_ms| HandsOff {
                 left_ms,
                 done: self.agent.as_ref().is_none_or(AgentLink::has_left),

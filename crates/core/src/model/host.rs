@@ -14,7 +14,7 @@ use super::{MergeHost, Pressure, VmModel};
 use crate::config::Config;
 use crate::sample::{HostSample, Psi, Sample, SwapArea, Vmstat, is_in};
 use crate::state::Memory;
-use crate::units::Bytes;
+use crate::units::{Bytes, PAGE};
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostModel {
@@ -26,6 +26,8 @@ pub struct HostModel {
     pub swap_out_rate: f64,
     /// Counters of this tick, for the next one's rates.
     pub vmstat: Option<Vmstat>,
+    /// What Ebb has paged out of the VMs.
+    pub paged_out: Bytes,
     /// Whether the host's memory could be read at all.
     pub known: bool,
     /// Each limit: the machine's first, then the VMs' cgroup's, then all others.
@@ -163,6 +165,11 @@ impl HostModel {
             swap_in_rate: rate(|v| v.swap_in_pages),
             swap_out_rate: rate(|v| v.swap_out_pages),
             vmstat: sample.host.vmstat,
+            paged_out: sample
+                .vms
+                .iter()
+                .filter_map(|vm| Some(vm.tasks.offload.as_ref()?.paged_out))
+                .sum(),
             offload_room: offload_room(config, sample),
             merge: MergeHost::new(config, sample),
             zeros: sample.host.zeros.filter(|_| config.merge.zeros),
@@ -170,6 +177,9 @@ impl HostModel {
             touch_us: sample.host.touch_us,
             ..HostModel::default()
         };
+        // What Ebb pages out itself is no sign that tasks stall.
+        let own = (host.paged_out - memory.paged_out).0 as f64 / PAGE as f64;
+        let others_swap_out = (host.swap_out_rate - own * 1000.0 / dt_ms.max(1) as f64).max(0.0);
         let mut limits = limits(config, sample, vms);
         let by_ratio = |a: &&(Limit, _), b: &&(Limit, _)| a.0.ratio().total_cmp(&b.0.ratio());
         let decided = limits.iter().filter(|(limit, _)| !limit.only_caps);
@@ -193,7 +203,7 @@ impl HostModel {
             let machine = || sample.host.vms_psi.or(sample.host.psi).filter(|_| tells);
             let stall = Stall {
                 psi: psi.or_else(machine),
-                swap_out_rate: if tells { host.swap_out_rate } else { 0.0 },
+                swap_out_rate: if tells { others_swap_out } else { 0.0 },
                 // A v1 cgroup has no PSI of its own.
                 notified: memory.notified_at(sample.at).filter(|_| tells && psi.is_none()),
             };
@@ -296,17 +306,30 @@ fn limits(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
     // Inner ones first.
     let mut swaps: Vec<(&str, Bytes)> =
         samples().filter_map(|p| Some((p.path.as_str(), p.swap_left?))).collect();
-    swaps.sort_by_key(|(path, _)| Reverse(path.len()));
+    let cgroups = samples().filter(|p| p.nodes.is_empty());
+    let mut left: Vec<(&str, Bytes)> = cgroups.map(|p| (p.path.as_str(), p.left())).collect();
+    for all in [&mut swaps, &mut left] {
+        all.sort_by_key(|(path, _)| Reverse(path.len()));
+    }
     let below = |limit: Limit| {
         let vms: Vec<&VmModel> = vms.iter().filter(|vm| vm.is_below(&limit)).collect();
         // Swap that no VM may use helps none.
-        let swap = swap_together(&vms, &swaps).filter(|_| !vms.is_empty());
-        let swap = swap.unwrap_or(limit.swap_left);
+        let swap = if vms.is_empty() {
+            limit.swap_left
+        } else {
+            together(&vms, &swaps, |_| Bytes(u64::MAX))
+        };
         Limit {
             // What one was promised that is alone below a cgroup's limit, only it can take.
             promised: match vms.as_slice() {
                 [_] if !limit.is_host() => Bytes::ZERO,
-                vms => vms.iter().map(|v| v.promised).sum(),
+                vms => {
+                    let inside = |(path, _): &&(&str, Bytes)| {
+                        limit.is_host() || *path != limit.name && is_in(path, &limit.name)
+                    };
+                    let inside: Vec<_> = left.iter().filter(inside).copied().collect();
+                    together(vms, &inside, |vm| vm.promised)
+                }
             },
             outstanding: vms.iter().map(|v| v.outstanding).sum(),
             vms: vms.len(),
@@ -354,18 +377,18 @@ fn limits(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
     limits
 }
 
-/// The swap that VMs may use together by the limits of their cgroups, each limit counted once;
-/// `None`: no such limit holds for one of them. `limits`: inner ones first.
-fn swap_together(vms: &[&VmModel], limits: &[(&str, Bytes)]) -> Option<Bytes> {
-    // Cgroups, none inside another, and the swap that the VMs of each may use.
-    let mut parts: Vec<(&str, Option<Bytes>)> =
-        vms.iter().map(|vm| (vm.cgroup.as_deref().unwrap_or_default(), None)).collect();
+/// What VMs may take together: `most` of each, and by the limits of their cgroups no more than is
+/// left there, each limit counted once. `limits`: inner ones first.
+fn together(vms: &[&VmModel], limits: &[(&str, Bytes)], most: impl Fn(&VmModel) -> Bytes) -> Bytes {
+    // Cgroups, none inside another, and what the VMs of each may take.
+    let mut parts: Vec<(&str, Bytes)> =
+        vms.iter().map(|vm| (vm.cgroup.as_deref().unwrap_or_default(), most(vm))).collect();
     for (path, left) in limits {
         let (inside, outside): (Vec<_>, _) = parts.into_iter().partition(|(at, _)| is_in(at, path));
         parts = outside;
         if !inside.is_empty() {
-            let sum: Option<Bytes> = inside.into_iter().map(|(_, may)| may).sum();
-            parts.push((path, Some(sum.unwrap_or(*left).min(*left))));
+            let sum: Bytes = inside.into_iter().map(|(_, may)| may).sum();
+            parts.push((path, sum.min(*left)));
         }
     }
     parts.into_iter().map(|(_, may)| may).sum()
@@ -385,6 +408,7 @@ fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
     let guests = below().map(|vm| match (vm.ram, apart(vm)) {
         (Some(ram), Some(resident)) => {
             let own = vm.own.max(OVERHEAD.0 + ram.share(OVERHEAD.1));
+            let ram = if vm.in_pool { Bytes::ZERO } else { ram };
             (ram + own - resident).max(OWN_GROWS)
         }
         _ => limit.capacity,

@@ -230,6 +230,21 @@ fn a_vm_outside_of_the_full_cgroup_is_neither_asked_nor_denied_for_it() {
 }
 
 #[test]
+fn a_limit_above_one_vm_alone_is_most_likely_its_own() {
+    let limit = |name: &str, vms| Limit { name: name.into(), vms, ..Limit::default() };
+    let common = |inner: Limit, vms: usize| {
+        let mut model = Model { vms: vec![VmModel::default(); vms], ..Model::default() };
+        let inner = Limit { state: Pressure::Hard, ..inner };
+        model.host.limits = vec![limit("host", vms), inner];
+        model.common_limit()
+    };
+    assert_eq!(common(limit("/m.slice/a.scope", 1), 1), 0);
+    assert_eq!(common(limit("/m.slice", 1), 1), 1);
+    assert_eq!(common(limit("/m", 2), 3), 1);
+    assert_eq!(common(limit("/pool", 0), 3), 1, "the configuration names it");
+}
+
+#[test]
 fn the_tightest_bound_decides_and_huge_page_pools_are_nobodys() {
     let mut s = host_sample(5000);
     s.host.pool = Some(LimitSample {

@@ -85,6 +85,8 @@ pub struct VmModel {
     pub beyond_balloon: bool,
     /// Why it cannot be paged out.
     pub pinned: Option<String>,
+    /// Its RAM is in a pool of huge pages.
+    pub in_pool: bool,
     /// What was done to it beside the loop.
     pub tasks: Tasks,
     /// The kernel may be advised about its RAM.
@@ -140,16 +142,19 @@ impl VmModel {
         limit.is_host() || is_below(own, (&limit.name, &limit.nodes))
     }
 
-    /// What the host holds of its guest's memory, at most.
+    /// What the host holds of its guest's memory, at most. A pool holds all.
     pub fn guest_held(&self) -> Option<Bytes> {
-        self.resident.map(|r| r - self.own)
+        if self.in_pool { self.actual.or(self.ram) } else { self.resident.map(|r| r - self.own) }
     }
 
     /// What the host holds of its guest's memory, at least. A VMM may hold more itself than was seen,
     /// unless that was counted. A guest has touched what it needs.
     pub fn guest_held_at_least(&self) -> Option<Bytes> {
         let unseen = if self.own_is_counted { Bytes::ZERO } else { VMM_OWN };
-        let held = self.resident? - self.own.max(unseen);
+        let held = match self.in_pool {
+            true => self.guest_held()?,
+            false => self.resident? - self.own.max(unseen),
+        };
         Some(held.max(self.guest.map_or(held, |g| g.need - self.guest_swap())))
     }
 
@@ -189,6 +194,7 @@ impl VmModel {
             weight: Some(settings.weight).filter(|w| *w > 0.0 && w.is_finite()).unwrap_or(1.0),
             group: settings.group.clone(),
             pinned: vm.pinned.clone(),
+            in_pool: vm.in_pool,
             cgroup: vm.cgroup.clone(),
             nodes: vm.nodes.clone(),
             paused: vm.run == Some(RunState::Paused),

@@ -16,9 +16,9 @@ use crate::policy::allot::{Level, want};
 use crate::policy::balloon::CALM_MS;
 use crate::policy::limits::View;
 use crate::policy::recycle::to_come_in;
-use crate::policy::take::{base, idle, priced};
+use crate::policy::take::{base, brings_nothing, idle, priced};
 use crate::state::{Memory, VmMemory};
-use crate::units::{Bytes, Stamp};
+use crate::units::Bytes;
 
 /// What a VM needs beyond its RAM: QEMU, page tables, devices.
 const OVERHEAD: Bytes = Bytes::mib(64);
@@ -131,7 +131,7 @@ pub fn supply(model: &Model, memory: &Memory) -> Supply {
     let mut view = View::new(model);
     let model = view.under(model.common_limit());
     let (host, limit) = (&model.host, &model.host.shown);
-    let of_vm = |vm: &VmModel| vm_supply(model.at, vm, memory.of(vm.id));
+    let of_vm = |vm: &VmModel| vm_supply(model, vm, memory.of(vm.id));
     let inside = || model.vms.iter().filter(|vm| !vm.outside);
     let needed = |vm: &VmModel| {
         let peak = memory.of(vm.id).recent.peak(model.at, CALM_MS);
@@ -151,8 +151,12 @@ pub fn supply(model: &Model, memory: &Memory) -> Supply {
     }
 }
 
-fn vm_supply(at: Stamp, vm: &VmModel, m: &VmMemory) -> VmSupply {
-    let host_side = vm.resident.unwrap_or_default() + vm.swap.unwrap_or_default();
+fn vm_supply(model: &Model, vm: &VmModel, m: &VmMemory) -> VmSupply {
+    let at = model.at;
+    let host_side = match vm.in_pool {
+        true => Bytes(u64::MAX),
+        false => vm.resident.unwrap_or_default() + vm.swap.unwrap_or_default(),
+    };
     let owed = vm.ceiling.max(vm.actual.unwrap_or_default());
     let mut supply = VmSupply {
         name: vm.name.clone(),
@@ -162,8 +166,13 @@ fn vm_supply(at: Stamp, vm: &VmModel, m: &VmMemory) -> VmSupply {
         free: to_come_in(Pressure::Critical, vm, m),
         ..VmSupply::default()
     };
+    // What its guest needed a moment ago and has freed it takes again.
+    if let (Some(g), Some(held)) = (vm.guest.as_ref(), vm.guest_held()) {
+        supply.free = supply.free.min(held - want(at, vm, g, m, Level::CALM));
+    }
     let ready = vm.standing == Standing::Ready && vm.distress.is_empty();
-    if let (true, Some(actual), Some(g)) = (ready, vm.actual, vm.guest.as_ref()) {
+    let gives = ready && brings_nothing(model, vm, m).is_none();
+    if let (true, Some(actual), Some(g)) = (gives, vm.actual, vm.guest.as_ref()) {
         let base = base(m, actual);
         let idle = idle(at, base, want(at, vm, g, m, Level::CALM), g, m);
         let c = priced(vm, g, 0, (base, idle, idle));
@@ -260,7 +269,7 @@ pub fn last_resort(model: &Model, missing: Bytes) -> Vec<LastResort> {
         return Vec::new();
     }
     let lives = |v: &&VmModel| matches!(v.standing, Standing::Ready | Standing::GiveOnly(_));
-    let runs = |v: &&VmModel| !v.outside && !v.paused && lives(v);
+    let runs = |v: &&VmModel| !v.outside && !v.paused && v.pinned.is_none() && lives(v);
     let mut vms: Vec<&VmModel> = model.vms.iter().filter(runs).collect();
     let size = |v: &VmModel| v.resident.unwrap_or_default();
     vms.sort_by(|a, b| {
@@ -286,7 +295,9 @@ pub fn words(plan: &[LastResort]) -> String {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::sample::{HostSample, Meminfo, Sample, VmId};
+    use crate::model::{GuestModel, Trust};
+    use crate::sample::{AgentSample, HostSample, Meminfo, Sample, VmId};
+    use crate::units::Stamp;
 
     #[test]
     fn swap_counts_also_where_nothing_is_paged_out_on_purpose() {
@@ -298,6 +309,60 @@ mod tests {
         let config = Config::parse("f", "[host]\noffload = false\n").unwrap();
         let model = Model::new(&config, &Sample { host, ..Sample::default() }, &Memory::default());
         assert_eq!(supply(&model, &Memory::default()).swap, Bytes::gib(9));
+    }
+
+    /// One that holds 6 GiB and needs 1.
+    fn idle_vm() -> VmModel {
+        let (need, available) = (Bytes::gib(1), Bytes::gib(7));
+        let guest = GuestModel { need, working_set: need, available, ..GuestModel::default() };
+        VmModel {
+            ram: Some(Bytes::gib(8)),
+            actual: Some(Bytes::gib(8)),
+            ceiling: Bytes::gib(8),
+            resident: Some(Bytes::gib(6)),
+            weight: 1.0,
+            trust: Trust { level: 1.0, ..Trust::default() },
+            standing: Standing::Ready,
+            guest: Some(guest),
+            ..VmModel::default()
+        }
+    }
+
+    fn supply_by(vm: &VmModel, m: &VmMemory) -> VmSupply {
+        super::vm_supply(&Model { at: Stamp(100_000), ..Model::default() }, vm, m)
+    }
+
+    #[test]
+    fn memory_that_no_balloon_brings_is_not_promised() {
+        let (vm, m) = (idle_vm(), VmMemory::default());
+        assert!(supply_by(&vm, &m).idle > Bytes::gib(3), "{:?}", supply_by(&vm, &m));
+        let pinned = VmModel { pinned: Some("VFIO".into()), ..idle_vm() };
+        assert_eq!(supply_by(&pinned, &m).idle, Bytes::ZERO);
+        let mut barren = VmMemory::default();
+        barren.yields.barren_until = Some(Stamp(200_000));
+        assert_eq!(supply_by(&vm, &barren).idle, Bytes::ZERO);
+        let mut model = Model { vms: vec![pinned, idle_vm()], ..Model::default() };
+        model.host.shown.state = Pressure::Critical;
+        assert_eq!(last_resort(&model, Bytes::gib(1)).len(), 1, "to pause it frees nothing");
+    }
+
+    #[test]
+    fn freed_pages_that_the_guest_needed_a_moment_ago_are_not_promised() {
+        let agent = AgentSample::ready(5 << 10);
+        let vm = VmModel { agent: Some(agent), ..idle_vm() };
+        let mut m = VmMemory::default();
+        let all = supply_by(&vm, &m).free;
+        assert!(all > Bytes::gib(4), "{all}");
+        m.recent.see(Stamp(90_000), Bytes::gib(5));
+        let some = supply_by(&vm, &m).free;
+        assert!(some <= Bytes::gib(1), "{some}: it takes 4 GiB of them again");
+    }
+
+    #[test]
+    fn ram_in_a_pool_of_huge_pages_takes_nothing_of_the_host() {
+        let vm = VmModel { in_pool: true, resident: Some(Bytes::mib(100)), ..idle_vm() };
+        assert_eq!(supply_by(&vm, &VmMemory::default()).may_take, Bytes::ZERO);
+        assert_eq!(vm.guest_held(), Some(Bytes::gib(8)));
     }
 
     fn vm_supply(name: &str, free: u64, idle: u64, price: f64) -> VmSupply {

@@ -187,7 +187,8 @@ fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
         // While it has free memory it keeps its page cache and grows beside it.
         let needs = g.after(takes_s);
         let stays = if needs > g.need { g.cache.min(g.available) } else { Bytes::ZERO };
-        (needs + stays).min(actual) - vm.guest_held().unwrap_or(actual)
+        // What it needs and the host does not hold (swapped out, merged) it need not touch.
+        (needs + stays).min(actual) - vm.guest_held().unwrap_or(actual).max(g.need)
     };
     match missing {
         Bytes(0) => Bytes::ZERO,
@@ -498,6 +499,7 @@ mod tests {
     fn growth_into_what_the_host_holds_or_beyond_what_was_needed_before_is_none() {
         assert_eq!(lacks((100, 100), (200, 0, 600), 800), 0, "400 MiB of it are held and free");
         assert_eq!(lacks((50, 100), (200, 300, 200), 800), 50, "it stops where it stopped before");
+        assert_eq!(lacks((100, 100), (0, 0, 50), 800), 0, "what is in swap it need not touch");
     }
 
     #[test]

@@ -165,12 +165,12 @@ impl VmMemory {
         self.follow_balloon(at, vm, actual);
         self.listen(at, dt_ms, vm);
         if let (Some(actual), Some(stats)) = (actual, self.believed_stats(at, vm)) {
-            self.take_stats(at, wall_s, actual, stats);
-            if let Some(need) = self.need() {
+            let can_be = self.weigh_stats(at, vm, &stats);
+            self.take_stats(at, wall_s, actual, (stats, can_be));
+            if let Some(need) = self.need().filter(|_| can_be) {
                 self.recent.see(at, need);
             }
             self.cached.see(at, stats.caches.unwrap_or_default());
-            self.weigh_stats(at, vm, &stats);
         }
         if let Some(p) = vm.process {
             let need = self.need().unwrap_or_default();

@@ -17,6 +17,31 @@ fn a_vm_that_starts_has_its_memory_promised_until_it_has_settled() {
 }
 
 #[test]
+fn ram_in_a_pool_of_huge_pages_is_not_promised() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![]));
+    let in_pool = VmSample { in_pool: true, ..vm(1024, 1000, 100) };
+    let model = look(&mut memory, 2_000, in_pool);
+    assert_eq!([only(&model).promised, model.host.shown.promised], [Bytes::ZERO; 2]);
+}
+
+/// Its balloon's driver starts, and sends no statistics any more.
+#[test]
+fn a_guest_that_says_nothing_after_a_reset_is_silent_and_given_what_it_may_need() {
+    let mut memory = taken(400);
+    look(&mut memory, 2_000, reset(vm(400, 100, 400)));
+    let mut its = vm(512, 0, 500);
+    its.balloon.as_mut().unwrap().guest = None;
+    act(&mut memory, &sample(3_000, vec![its.clone()]), Some((700, Reason::Rebooted)));
+    for s in 4..120 {
+        let model = look(&mut memory, s * 1_000, its.clone());
+        assert_eq!(only(&model).unseen, "", "it boots, {s}");
+    }
+    let model = (120..140).map(|s| look(&mut memory, s * 1_000, its.clone())).last().unwrap();
+    assert!(only(&model).unseen.contains("silent"), "{:?}", memory.vms[0].contact);
+}
+
+#[test]
 fn a_large_vm_whose_migration_fills_it_slowly_has_not_settled() {
     let mut memory = Memory::default();
     tick(&mut memory, &sample(1_000, vec![]));

@@ -2,6 +2,7 @@
 //! guests'.
 
 use super::*;
+use crate::sample::LimitSample;
 
 /// What is resident beyond its size is not the guest's.
 #[test]
@@ -104,6 +105,52 @@ fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
     look(&mut memory, 4_000, at(60, 100));
     assert!(memory.vms[0].cold.back_until > Some(Stamp(200_000)));
     assert_eq!(offloaded(&memory), Bytes::mib(100));
+}
+
+#[test]
+fn what_ebb_pages_out_itself_is_no_stall() {
+    let state = |own: u64| {
+        let mut memory = Memory::default();
+        let mut model = None;
+        for s in 1..4 {
+            let offload =
+                OffloadSample { paged_out: Bytes::mib(own * s), ..OffloadSample::default() };
+            let tasks = Tasks { offload: Some(offload), ..Tasks::default() };
+            let mut seen = sample(s * 1_000, vec![VmSample { tasks, ..vm(1024, 600, 900) }]);
+            // Less than two reserves.
+            seen = with_left(Bytes::gib(3), seen);
+            let swap_out_pages = Bytes::mib(64 * s).0 / 4096;
+            seen.host.vmstat = Some(Vmstat { swap_out_pages, ..Vmstat::default() });
+            model = Some(tick(&mut memory, &seen));
+        }
+        model.unwrap().host.shown.state
+    };
+    assert_eq!([state(64), state(0)], [Pressure::Clear, Pressure::Soft]);
+}
+
+#[test]
+fn what_others_used_is_kept_where_a_limit_comes_and_goes() {
+    let gib = Bytes::gib;
+    let limit =
+        |usage| LimitSample { path: "/t".into(), limit: gib(2), usage, ..LimitSample::default() };
+    let mut memory = Memory::default();
+    let mut look = |s: u64, left, inner: Option<Bytes>| {
+        let its = VmSample { cgroup: Some("/t/a".into()), ..vm(1024, 600, 900) };
+        let mut seen = with_left(left, sample(s * 1_000, vec![its]));
+        seen.host.other_limits = inner.map(limit).into_iter().collect();
+        let model = tick(&mut memory, &seen);
+        (model.host.limits.len(), memory.past("host").map(|past| past.2.highest()))
+    };
+    // 6 GiB are others', for two seconds.
+    let others = gib(6) - Bytes::mib(900);
+    for s in 1..=3 {
+        look(s, gib(10), None);
+    }
+    for s in (10..100).step_by(4) {
+        let two = look(s, gib(14), Some(Bytes::mib(1900)));
+        assert_eq!(two, (2, Some(others)), "{s}");
+        assert_eq!(look(s + 2, gib(14), None), (1, Some(others)), "{s}");
+    }
 }
 
 #[test]

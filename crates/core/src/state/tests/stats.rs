@@ -19,6 +19,21 @@ fn who_contradicts_what_is_known_is_not_asked_and_forgiven_later() {
     }
 }
 
+#[test]
+fn what_cannot_be_is_no_need_that_is_remembered() {
+    let mut memory = Memory::default();
+    look(&mut memory, 1_000, vm(1024, 900, 100));
+    let highest = |memory: &Memory| memory.vms[0].recent.highest();
+    for at in [2_000, 2_500, 3_000] {
+        look(&mut memory, at, vm(1024, 0, 100));
+        assert_eq!(memory.vms[0].rates.map_or(0.0, |r| r.need), 0.0, "at {at}");
+    }
+    assert!(highest(&memory) < Bytes::mib(200), "{}", highest(&memory));
+    // The host holds what it needs.
+    look(&mut memory, 20_000, vm(1024, 0, 1000));
+    assert_eq!(highest(&memory), Bytes::mib(1024));
+}
+
 /// QEMU tells its size at once and the guest's word up to a second late.
 #[test]
 fn a_balloon_that_grows_is_no_guest_that_needs_memory() {

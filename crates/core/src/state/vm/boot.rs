@@ -136,6 +136,8 @@ impl VmMemory {
             None => !r.speaks && r.given.is_some_and(|t| at.since(t) >= NO_STATS_MS),
         };
         if r.given.is_some() && (there || given_up) {
+            // One that says nothing for so long is silent from now on.
+            self.contact.spoke |= !r.speaks;
             self.reboot = None;
         }
     }

@@ -109,16 +109,18 @@ impl VmMemory {
     }
 
     /// Counts contradictions; two in a row, and the guest is not asked. What its own
-    /// numbers put right makes it only be asked gently.
-    pub(super) fn weigh_stats(&mut self, at: Stamp, vm: &VmSample, stats: &GuestStats) {
+    /// numbers put right makes it only be asked gently. `false`: these statistics cannot be.
+    pub(super) fn weigh_stats(&mut self, at: Stamp, vm: &VmSample, stats: &GuestStats) -> bool {
         // While a balloon moves, its size and the guest's statistics are of different moments.
         if self.order.is_some_and(|o| o.still_ms == 0) {
-            return;
+            return true;
         }
         // Nor is a move that Ebb did not order: each of its sizes of that time may be the one.
         let said = Stamp(at.0.saturating_sub(stats.age_ms));
-        let Some(sizes) = self.sizes.of_stats(said) else { return };
-        match (implausible(vm, stats, sizes), self.doubt.as_mut()) {
+        let Some(sizes) = self.sizes.of_stats(said) else { return true };
+        let contradiction = implausible(vm, stats, sizes);
+        let can_be = contradiction.is_none();
+        match (contradiction, self.doubt.as_mut()) {
             (Some(what), Some(d)) => {
                 // The same statistics again are no second contradiction.
                 if said > d.at {
@@ -133,6 +135,7 @@ impl VmMemory {
                 self.doubt = self.put_right(at, vm, stats).or(before);
             }
         }
+        can_be
     }
 
     /// The doubt that remains where a claim was cut down to what can be.
@@ -144,7 +147,14 @@ impl VmMemory {
         Some(Doubt { at, times: 1, what, claim: true })
     }
 
-    pub(super) fn take_stats(&mut self, at: Stamp, wall_s: u64, actual: Bytes, now: GuestStats) {
+    /// `can_be`: else a need that grows by them is none.
+    pub(super) fn take_stats(
+        &mut self,
+        at: Stamp,
+        wall_s: u64,
+        actual: Bytes,
+        (now, can_be): (GuestStats, bool),
+    ) {
         // Said again counts as said: what changes next has changed since then, and not
         // since the guest was quiet.
         let said = Stamp(at.0.saturating_sub(now.age_ms));
@@ -183,7 +193,8 @@ impl VmMemory {
             self.growth = Growth::default();
         }
         self.rates = GuestRates::between((was_at, &was), (at, &now), self.growth.rate);
-        if let Some(r) = self.rates {
+        if let Some(r) = self.rates.as_mut() {
+            r.need = if can_be { r.need } else { 0.0 };
             self.fastest.see(at, r.need);
             let volume = Bytes((r.refaults * HOT_S * PAGE as f64) as u64);
             let forgotten = at.since(self.hot.at) as f64 / FORGIVE_MS as f64;
