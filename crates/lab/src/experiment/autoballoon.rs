@@ -22,9 +22,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use clap::Args;
+use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 
-use super::record::{self, RecordedTick};
+use super::record;
 use super::stage::{Fleet, Stage, Watched, names};
 use super::trial::{Figures, Output, in_turns};
 use crate::arena::{ArenaConfig, SwapKind};
@@ -162,7 +163,7 @@ impl Autoballoon {
     }
 
     /// From pressure, by what the cgroup used, to the first order to shrink, seconds.
-    fn first_reaction(&self, watched: &Watched, ticks: &[RecordedTick]) -> Option<f64> {
+    fn first_reaction(&self, watched: &Watched, ticks: &[Tick]) -> Option<f64> {
         let full = self.budget - self.budget.share(PRESSURE);
         let at = watched.series.first(Duration::ZERO, |p| p.cgroup > full)?;
         let since = watched.began_ms + at.as_millis() as u64;
