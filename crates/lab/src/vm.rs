@@ -19,8 +19,8 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Child;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -38,7 +38,7 @@ pub(crate) use self::process::on_lasting_thread;
 use self::process::{hand_over, spawn_qemu};
 use crate::guest::{Fields, Tool, ToolError};
 use crate::image::{Image, with_files};
-use crate::{LabError, Sought, tail};
+use crate::{LabError, Sought, lock, tail};
 
 pub(crate) const READY: &str = "ebb-guest-tool: ready on";
 /// What the console shows when a guest kernel is at its end.
@@ -246,7 +246,7 @@ impl Vm {
     pub fn check(&self) -> Result<(), VmError> {
         let console = self.console();
         let recent = console.get(self.console_before.load(Relaxed)..).unwrap_or(&console);
-        let ended = self.child().try_wait();
+        let ended = lock(&self.child).try_wait();
         let why = match ended {
             Ok(Some(status)) => {
                 let log = fs::read_to_string(self.run_dir.join("qemu.log")).unwrap_or_default();
@@ -311,7 +311,7 @@ impl Vm {
 
     /// A QMP command on the lab's own socket.
     pub fn qmp(&self, command: &str, arguments: Option<Value>) -> Result<Value, VmError> {
-        let mut held = self.qmp.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = lock(&self.qmp);
         let error = |error| match self.check() {
             Err(lost) => lost,
             Ok(()) => VmError::Qmp { name: self.name.clone(), error },
@@ -358,13 +358,9 @@ impl Vm {
 
     /// Kills QEMU and waits for its end.
     pub fn kill(&self) {
-        let mut child = self.child();
+        let mut child = lock(&self.child);
         let _ = child.kill();
         let _ = child.wait();
-    }
-
-    fn child(&self) -> MutexGuard<'_, Child> {
-        self.child.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn name(&self) -> &str {
