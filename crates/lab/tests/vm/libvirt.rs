@@ -65,11 +65,6 @@ fn wait_vm(daemon: &Daemon, name: &str, what: &str, is: impl FnMut(&Value) -> bo
     daemon.wait_for_vm(name, what, PATIENCE, is).unwrap();
 }
 
-fn wait_up(daemon: &Daemon, name: &str) {
-    let is_up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
-    wait_vm(daemon, name, "statistics", is_up);
-}
-
 fn wait_down(daemon: &Daemon, name: &str) {
     wait_vm(daemon, name, "a link that is down", |vm| vm["link"]["state"] != "up");
 }

@@ -165,6 +165,12 @@ fn watch(names: &[&str], config: &str) -> (TempDir, Daemon) {
     (dir, daemon)
 }
 
+/// Waits until a VM's guest has told the daemon of itself, which may take long beside other VMs.
+fn wait_up(daemon: &Daemon, name: &str) {
+    let is_up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
+    daemon.wait_for_vm(name, "statistics", 3 * MINUTE, is_up).unwrap();
+}
+
 /// Waits until it is done; `said` is what is told where it does not come to that.
 fn wait_until(done: impl FnMut() -> bool, said: impl Fn() -> String) {
     ebb_lab::poll(MINUTE, done).unwrap_or_else(|| panic!("{}", said()));

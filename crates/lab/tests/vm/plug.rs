@@ -75,10 +75,6 @@ fn at_work() -> (Arena, Vm, TempDir, Daemon, PathBuf) {
     (arena, vm, dir, daemon, socket)
 }
 
-fn start_verify(vm: &Vm) {
-    vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
-}
-
 /// The disk as the guest reads it, `times` over, past its page cache; what differs.
 fn wrong_reads(vm: &Vm, right: &str, times: u32) -> u32 {
     let there = "for i in $(seq 100); do [ -b /dev/vda ] && break; sleep 0.1; done; ls /dev/vda";
@@ -93,7 +89,7 @@ fn vm_hands_off_holds_and_devices_that_are_plugged_in_lose_nothing() {
     let (_arena, vm, dir, daemon, socket) = at_work();
     let daemon =
         hands_off_ends_when_nothing_touches_the_vm_any_more(&vm, dir.path(), daemon, &socket);
-    start_verify(&vm);
+    vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
     tripwires_are_lifted_before_a_device_pins_memory(&vm, &daemon);
     a_vhost_user_disk_loses_nothing(&vm, dir.path(), &daemon);
     stop_verify(&vm);

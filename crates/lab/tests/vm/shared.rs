@@ -99,11 +99,6 @@ fn interval(vm: &Vm) -> u64 {
     vm.qmp("qom-get", Some(qmp_balloon::get(BALLOON, INTERVAL))).unwrap().as_u64().unwrap()
 }
 
-fn wait_up(daemon: &Daemon, name: &str) {
-    let up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
-    daemon.wait_for_vm(name, "statistics", MINUTE, up).unwrap();
-}
-
 /// Once the guest has said how it is.
 fn squeeze(daemon: &Daemon, name: &str) {
     wait_up(daemon, name);
