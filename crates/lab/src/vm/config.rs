@@ -149,8 +149,9 @@ impl VmConfig {
         let [vmlinuz, initrd] = [&image.vmlinuz, &image.initramfs].map(|p| p.display().to_string());
         let (name, line) = (self.name.clone(), self.command_line(accel));
         let apart = [("-name", name), ("-kernel", vmlinuz), ("-initrd", initrd), ("-append", line)];
-        let mut all: Vec<String> = words.split_whitespace().map(str::to_owned).collect();
-        all.extend(apart.into_iter().flat_map(|(option, value)| [option.to_owned(), value]));
+        let apart = apart.into_iter().flat_map(|(option, value)| [option.to_owned(), value]);
+        let mut all: Vec<String> = apart.collect();
+        all.extend(words.split_whitespace().map(str::to_owned));
         all.extend(self.args.iter().cloned());
         all
     }
