@@ -93,7 +93,7 @@ pub fn attachment(vm: &Vm) -> Result<Attach, QmpError> {
     let until = Instant::now() + MINUTE;
     // On a busy machine QEMU may greet late.
     let mut qmp = loop {
-        match qmp::Client::connect(vm.qmp_path(), MINUTE) {
+        match qmp::Client::connect(&vm.qmp_path, MINUTE) {
             Err(QmpError::Taken(..)) if Instant::now() < until => {}
             connected => break connected?,
         }

@@ -432,23 +432,9 @@ fn spawn(dir: &Path, kind: Kind) -> Result<Child, LabError> {
 
 #[derive(Debug)]
 pub struct Domain {
-    name: String,
-    pid: u32,
-    tool: Tool,
-}
-
-impl Domain {
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
+    pub name: String,
     /// The process of its QEMU, in libvirtd's pid namespace.
-    pub fn pid(&self) -> u32 {
-        self.pid
-    }
-
+    pub pid: u32,
     /// The lab's tool in its guest.
-    pub fn tool(&self) -> &Tool {
-        &self.tool
-    }
+    pub tool: Tool,
 }

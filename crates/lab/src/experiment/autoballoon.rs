@@ -173,7 +173,7 @@ impl Autoballoon {
 
 /// CPU time of all QEMUs so far, seconds.
 fn cpu(vms: &[Vm]) -> Result<f64> {
-    vms.iter().map(|vm| cpu_s(vm.pid())).sum()
+    vms.iter().map(|vm| cpu_s(vm.pid)).sum()
 }
 
 #[derive(Default)]
@@ -237,7 +237,7 @@ impl<'a> Work<'a> {
             }
             Step::Reading if ended("read", "ready") => (Step::Waiting, turns + 1),
             Step::Reading if ended("read", "exit") => {
-                bail!("{} could not read its disk", vm.name())
+                bail!("{} could not read its disk", vm.name)
             }
             _ => return Ok(()),
         };
@@ -258,7 +258,7 @@ impl<'a> Work<'a> {
         let stat = vm.ask(|tool| tool.wait_end("sort", STEP))?;
         let integers = self.plan.integers(self.steps[n].1);
         if stat.u64("errors") != 0 || stat.u64("checks") != integers {
-            bail!("{} sorted wrongly: {:?}", vm.name(), stat.0);
+            bail!("{} sorted wrongly: {:?}", vm.name, stat.0);
         }
         self.done.sorted += integers;
         self.done.busy += took;

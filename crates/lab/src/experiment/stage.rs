@@ -130,7 +130,7 @@ pub fn write_noise(path: &Path, size: Bytes) -> Result<()> {
 
 /// Names of VMs, for a daemon.
 pub fn names(vms: &[Vm]) -> Vec<&str> {
-    vms.iter().map(Vm::name).collect()
+    vms.iter().map(|vm| vm.name.as_str()).collect()
 }
 
 /// The VMs of an arm, all of one kind.
@@ -193,7 +193,7 @@ impl Fleet<'_> {
                 return Ok(libvirtd.boot(&name, self.memory, &devices, "")?);
             }
             let domain = libvirtd.boot_with_agent(&name, self.memory, &devices)?;
-            let loaded = domain.tool().sh(guest_stack::LOAD, Duration::from_secs(60));
+            let loaded = domain.tool.sh(guest_stack::LOAD, Duration::from_secs(60));
             loaded.with_context(|| format!("the module in {name}"))?;
             Ok(domain)
         };

@@ -92,13 +92,13 @@ fn stock(name: &str, ram: Bytes) -> VmConfig {
 /// What `verify` checked until now is what it wrote.
 fn stop_verify(vm: &Vm) {
     let end = vm.tool().stop("v").unwrap();
-    assert!(end.u64("errors") == 0 && end.u64("checks") > 0, "{}: {end:?}", vm.name());
+    assert!(end.u64("errors") == 0 && end.u64("checks") > 0, "{}: {end:?}", vm.name);
 }
 
 /// What `hold` holds is what it wrote.
 fn holds_what_it_wrote(vm: &Vm) {
     let held = vm.poked("h", 2 * MINUTE).unwrap();
-    assert!(held.u64("errors") == 0 && held.u64("checks") > 0, "{}: {held:?}", vm.name());
+    assert!(held.u64("errors") == 0 && held.u64("checks") > 0, "{}: {held:?}", vm.name);
 }
 
 /// Both.
