@@ -20,7 +20,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 
 use ebb_core::units::Bytes;
@@ -33,7 +33,7 @@ use self::journal::{Change, JOURNAL, Journal, left};
 pub use self::swap::{SwapConfig, SwapKind};
 use self::swap::{add_swap, swap_on};
 use crate::image::cached;
-use crate::{LabError, run};
+use crate::{LabError, lock, run};
 
 /// Where an arena looks for the machine; `/` but in tests.
 #[derive(Clone, Debug)]
@@ -143,7 +143,7 @@ impl Arena {
     }
 
     fn with_journal<T>(&self, f: impl FnOnce(&Journal) -> T) -> T {
-        f(&self.journal.lock().unwrap_or_else(PoisonError::into_inner))
+        f(&lock(&self.journal))
     }
 
     /// Sets a knob until the arena is left.
@@ -255,7 +255,7 @@ type Shared = Arc<Mutex<Journal>>;
 static HELD: Mutex<Vec<Weak<Mutex<Journal>>>> = Mutex::new(Vec::new());
 
 fn held() -> Vec<Shared> {
-    let held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    let held = lock(&HELD);
     held.iter().filter_map(Weak::upgrade).collect()
 }
 
@@ -264,8 +264,7 @@ fn held() -> Vec<Shared> {
 /// what notes something itself.
 pub fn steadily<T>(change: impl FnOnce() -> T) -> T {
     let held = held();
-    let _held: Vec<_> =
-        held.iter().map(|j| j.lock().unwrap_or_else(PoisonError::into_inner)).collect();
+    let _held: Vec<_> = held.iter().map(|j| lock(j)).collect();
     change()
 }
 
@@ -274,7 +273,7 @@ pub fn steadily<T>(change: impl FnOnce() -> T) -> T {
 fn restore_on_signal(journal: &Shared) -> Result<(), LabError> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     static THREAD: AtomicBool = AtomicBool::new(false);
-    let mut all = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = lock(&HELD);
     all.retain(|j| j.strong_count() > 0);
     all.push(Arc::downgrade(journal));
     if THREAD.swap(true, Relaxed) {
@@ -287,8 +286,7 @@ fn restore_on_signal(journal: &Shared) -> Result<(), LabError> {
             // Kept until the end: nothing is changed any more. VMs outside the
             // cgroup die with this process.
             let held = held();
-            let held: Vec<_> =
-                held.iter().map(|j| j.lock().unwrap_or_else(PoisonError::into_inner)).collect();
+            let held: Vec<_> = held.iter().map(|j| lock(j)).collect();
             for failure in held.iter().flat_map(|j| j.undo()) {
                 eprintln!("ebb-lab: could not restore {failure}");
             }

@@ -60,7 +60,7 @@ impl Rival {
     pub fn tick(&mut self, vms: &[Vm]) -> Result<(), VmError> {
         let now = Instant::now();
         let seconds = (self.policy.told_every_ms() / 1000).max(1);
-        for vm in vms.iter().filter(|vm| self.asked.insert(vm.pid())) {
+        for vm in vms.iter().filter(|vm| self.asked.insert(vm.pid)) {
             let ask = qmp_balloon::set(BALLOON, qmp_balloon::INTERVAL, json!(seconds));
             vm.qmp("qom-set", Some(ask))?;
         }
@@ -71,7 +71,7 @@ impl Rival {
         let sample = self.sample(vms)?;
         let observation = Observation { sample: &sample, config: &self.config, vmpressure: None };
         for (id, to) in self.policy.decide(&observation) {
-            if let Some(vm) = vms.iter().find(|vm| vm.pid() == id.pid) {
+            if let Some(vm) = vms.iter().find(|vm| vm.pid == id.pid) {
                 vm.set_balloon(to)?;
                 self.orders += 1;
             }
@@ -105,11 +105,11 @@ impl Rival {
 
 fn vm_sample(vm: &Vm) -> Result<VmSample, VmError> {
     let stats = vm.qmp("qom-get", Some(qmp_balloon::get(BALLOON, qmp_balloon::STATS)))?;
-    let (guest, _) = qmp_balloon::parse_guest_stats(&stats, Some(vm.memory()));
+    let (guest, _) = qmp_balloon::parse_guest_stats(&stats, Some(vm.memory));
     Ok(VmSample {
-        id: VmId { pid: vm.pid(), start: 0 },
-        name: vm.name().into(),
-        ram: Some(vm.memory()),
+        id: VmId { pid: vm.pid, start: 0 },
+        name: vm.name.clone(),
+        ram: Some(vm.memory),
         link: Link::Up,
         balloon: Some(BalloonSample { actual: vm.balloon()?, guest, ..BalloonSample::default() }),
         ..VmSample::default()

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::{LabError, Sought, output};
+use crate::{LabError, Sought, lock, output};
 
 /// Where the `ebb` binary lies: `$EBB_BIN`, else beside this program.
 pub fn binary() -> Result<PathBuf, LabError> {
@@ -102,7 +102,7 @@ impl Daemon {
         let reader = child.stderr.take().map(|err| {
             std::thread::spawn(move || {
                 for line in BufReader::new(err).lines().map_while(Result::ok) {
-                    theirs.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+                    lock(&theirs).push(line);
                 }
             })
         });
@@ -123,7 +123,7 @@ impl Daemon {
 
     /// What it said so far.
     pub fn log(&self) -> String {
-        self.log.lock().unwrap_or_else(PoisonError::into_inner).join("\n")
+        lock(&self.log).join("\n")
     }
 
     /// Its configuration file, for further commands.

@@ -5,14 +5,16 @@
 //! shape is a [`BadLine`], never a panic. Event queues are bounded.
 
 use std::collections::{HashMap, VecDeque};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
+
+use crate::lock;
 
 /// The tool's answers are at most 16 KiB.
 pub const LINE_MAX: usize = 32 << 10;
@@ -101,36 +103,19 @@ pub fn parse_line(line: &[u8]) -> Result<Line, BadLine> {
     }
 }
 
-/// Takes bytes as they come and gives whole lines; a line beyond [`LINE_MAX`] is
-/// dropped up to its end.
-#[derive(Debug, Default)]
-pub struct LineBuffer {
-    held: Vec<u8>,
-    skipping: bool,
-}
-
-impl LineBuffer {
-    /// Adds bytes; `each` gets every line that is now whole.
-    pub fn feed(&mut self, mut bytes: &[u8], mut each: impl FnMut(&[u8])) {
-        while let Some(end) = bytes.iter().position(|b| *b == b'\n') {
-            self.hold(&bytes[..end]);
-            if !self.skipping {
-                each(&self.held);
-            }
-            self.held.clear();
-            self.skipping = false;
-            bytes = &bytes[end + 1..];
+/// The next line, without its end; one beyond [`LINE_MAX`] is skipped, and so is a
+/// last one that is cut off.
+pub fn next_line(from: &mut impl BufRead) -> io::Result<Option<Vec<u8>>> {
+    loop {
+        let mut line = Vec::new();
+        from.by_ref().take(LINE_MAX as u64 + 1).read_until(b'\n', &mut line)?;
+        if line.pop_if(|last| *last == b'\n').is_some() {
+            return Ok(Some(line));
         }
-        self.hold(bytes);
-    }
-
-    fn hold(&mut self, bytes: &[u8]) {
-        self.skipping |= self.held.len() + bytes.len() > LINE_MAX;
-        if self.skipping {
-            self.held.clear();
-        } else {
-            self.held.extend_from_slice(bytes);
+        if line.len() <= LINE_MAX {
+            return Ok(None);
         }
+        from.skip_until(b'\n')?;
     }
 }
 
@@ -173,12 +158,6 @@ struct Shared {
     news: Condvar,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// A connection to one guest's tool. Requests may come from several threads.
 #[derive(Debug)]
 pub struct Tool {
@@ -189,7 +168,7 @@ pub struct Tool {
 
 impl Tool {
     /// Speaks on `socket`; every deadline is multiplied by `patience`.
-    pub fn new(socket: UnixStream, patience: f64) -> std::io::Result<Tool> {
+    pub fn new(socket: UnixStream, patience: f64) -> io::Result<Tool> {
         let shared = Arc::new(Shared::default());
         let theirs = Arc::clone(&shared);
         let reader = socket.try_clone()?;
@@ -213,7 +192,7 @@ impl Tool {
 
     /// Sends a command whose answer nobody waits for.
     pub fn send(&self, command: &str) -> Result<u64, ToolError> {
-        let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut out = lock(&self.out);
         out.1 += 1;
         let line = format!("{} {}\n", out.1, command.replace('\n', " "));
         out.0.write_all(line.as_bytes()).map_err(|_| ToolError::Closed)?;
@@ -228,26 +207,17 @@ impl Tool {
         mut done: impl FnMut(&mut Inbox) -> Option<T>,
     ) -> Result<T, ToolError> {
         let after = self.patient(deadline);
-        let until = Instant::now() + after;
-        let mut inbox = self.shared.lock();
-        loop {
-            if let Some(found) = done(&mut inbox) {
-                return Ok(found);
-            }
-            if inbox.closed {
-                return Err(ToolError::Closed);
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(ToolError::Timeout { what: what.into(), after });
-            }
-            inbox = self
-                .shared
-                .news
-                .wait_timeout(inbox, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
+        let mut found = None;
+        let waits = |inbox: &mut Inbox| {
+            found = done(inbox);
+            found.is_none() && !inbox.closed
+        };
+        let inbox = self.shared.news.wait_timeout_while(lock(&self.shared.inbox), after, waits);
+        let closed = inbox.unwrap_or_else(PoisonError::into_inner).0.closed;
+        found.ok_or_else(|| match closed {
+            true => ToolError::Closed,
+            false => ToolError::Timeout { what: what.into(), after },
+        })
     }
 
     /// Waits for an event of a job and takes it; others stay queued.
@@ -265,12 +235,12 @@ impl Tool {
 
     /// All events since the last time, oldest first.
     pub fn take_events(&self) -> Vec<Event> {
-        self.shared.lock().events.drain(..).collect()
+        lock(&self.shared.inbox).events.drain(..).collect()
     }
 
     /// Lines that were not the tool's.
     pub fn bad_lines(&self) -> u64 {
-        self.shared.lock().bad_lines
+        lock(&self.shared.inbox).bad_lines
     }
 
     /// Starts a job: `start("a", "hold", "size=4096 pattern=zero")`.
@@ -344,27 +314,17 @@ fn failed(stat: &Fields, command: &str) -> Result<Fields, ToolError> {
 
 impl Drop for Tool {
     fn drop(&mut self) {
-        let out = self.out.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let _ = out.0.shutdown(std::net::Shutdown::Both);
+        let _ = lock(&self.out).0.shutdown(std::net::Shutdown::Both);
     }
 }
 
-fn read_all(mut socket: UnixStream, shared: &Shared) {
-    let mut lines = LineBuffer::default();
-    let mut chunk = vec![0; 64 << 10];
-    loop {
-        match socket.read(&mut chunk) {
-            Ok(0) => break,
-            Ok(n) => {
-                let mut inbox = shared.lock();
-                lines.feed(&chunk[..n], |line| accept(&mut inbox, line));
-            }
-            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-            Err(_) => break,
-        }
+fn read_all(socket: UnixStream, shared: &Shared) {
+    let mut socket = BufReader::new(socket);
+    while let Ok(Some(line)) = next_line(&mut socket) {
+        accept(&mut lock(&shared.inbox), &line);
         shared.news.notify_all();
     }
-    shared.lock().closed = true;
+    lock(&shared.inbox).closed = true;
     shared.news.notify_all();
 }
 
@@ -425,18 +385,19 @@ mod tests {
         assert!(parse_line(&vec![b'['; LINE_MAX]).is_err());
     }
 
+    /// The lines of a text that comes in pieces.
+    fn lines(text: &str, piece: usize) -> Vec<String> {
+        let mut from = BufReader::with_capacity(piece, text.as_bytes());
+        let lines = std::iter::from_fn(|| next_line(&mut from).unwrap());
+        lines.map(|line| String::from_utf8(line).unwrap()).collect()
+    }
+
     #[test]
     fn a_line_that_is_too_long_is_skipped_alone() {
-        let mut buffer = LineBuffer::default();
-        let mut seen = Vec::new();
-        let mut feed = |bytes: &[u8]| buffer.feed(bytes, |l| seen.push(l.to_vec()));
-        feed(b"one\n");
-        for _ in 0..10 {
-            feed(&[b'x'; 10_000]);
-        }
-        feed(b"tail\ntwo\nthr");
-        feed(b"ee\n");
-        assert_eq!(seen, [b"one".to_vec(), b"two".to_vec(), b"three".to_vec()]);
+        let long = |length| "x".repeat(length) + "\n";
+        let text = format!("one\n{}two\n{}cut off", long(100_000), long(LINE_MAX + 1));
+        assert_eq!(lines(&text, 10_000), ["one", "two"]);
+        assert_eq!(lines(&long(LINE_MAX), 10_000).len(), 1);
     }
 
     #[test]
@@ -452,14 +413,8 @@ mod tests {
 
         #[test]
         fn lines_survive_any_cut(text in "[a-z\n]{0,200}", cut in 1usize..20) {
-            let mut whole = Vec::new();
-            LineBuffer::default().feed(text.as_bytes(), |l| whole.push(l.to_vec()));
-            let mut pieces = Vec::new();
-            let mut buffer = LineBuffer::default();
-            for chunk in text.as_bytes().chunks(cut) {
-                buffer.feed(chunk, |l| pieces.push(l.to_vec()));
-            }
-            prop_assert_eq!(whole, pieces);
+            let whole = text.rsplit_once('\n').map(|(whole, _)| whole.split('\n').collect());
+            prop_assert_eq!(lines(&text, cut), whole.unwrap_or(Vec::new()));
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ebb_core::wire::Attach;
@@ -14,7 +14,7 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::image::Image;
 use crate::vm::{Vm, VmConfig, VmError};
-use crate::{LabError, agent_requests, run};
+use crate::{LabError, agent_requests, lock, run};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -32,7 +32,7 @@ fn repository() -> PathBuf {
 /// that there is nothing to do.
 fn once(file: PathBuf, build: impl FnOnce() -> Result<(), LabError>) -> Result<PathBuf, LabError> {
     static BUILT: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
-    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut built = lock(&BUILT);
     if !built.contains(&file) {
         build()?;
         built.push(file.clone());
@@ -93,7 +93,7 @@ pub fn attachment(vm: &Vm) -> Result<Attach, QmpError> {
     let until = Instant::now() + MINUTE;
     // On a busy machine QEMU may greet late.
     let mut qmp = loop {
-        match qmp::Client::connect(vm.qmp_path(), MINUTE) {
+        match qmp::Client::connect(&vm.qmp_path, MINUTE) {
             Err(QmpError::Taken(..)) if Instant::now() < until => {}
             connected => break connected?,
         }

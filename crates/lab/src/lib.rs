@@ -28,10 +28,12 @@ pub mod tidy;
 pub mod vm;
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+
+use ebb_sim::compare::in_parallel;
 
 /// A file could not be read or written, or a program not run.
 #[derive(Debug, thiserror::Error)]
@@ -83,16 +85,12 @@ pub(crate) fn output(
 /// Does `work` for each item, two at a time, and panics where one did: for guests
 /// that have nothing to do with each other.
 pub fn in_pairs<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
-    let next = AtomicUsize::new(0);
-    let turn = || {
-        while let Some(item) = items.get(next.fetch_add(1, Relaxed)) {
-            work(item);
-        }
-    };
-    thread::scope(|s| {
-        s.spawn(turn);
-        turn();
-    });
+    in_parallel(items, 2, work);
+}
+
+/// Locks it, also where a thread that held it has panicked.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A thread that works beside its owner until it is ended or dropped.

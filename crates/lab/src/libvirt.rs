@@ -9,7 +9,7 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use ebb_core::units::Bytes;
@@ -17,7 +17,7 @@ use ebb_core::units::Bytes;
 use crate::guest::Tool;
 use crate::image::{Image, Kernel, cached, with_files, write_atomically};
 use crate::vm::{Accel, on_lasting_thread};
-use crate::{LabError, Sought, ebb, guest_stack, poll, run};
+use crate::{LabError, Sought, ebb, guest_stack, lock, poll, run};
 
 /// Mounts, then becomes libvirtd on a host of its own name: libvirt migrates between hosts only.
 /// The arguments: the lab's directory, and what runs libvirtd as another user, if it is to be one.
@@ -140,12 +140,12 @@ impl Libvirtd {
     }
 
     pub fn pid(&self) -> u32 {
-        self.child.lock().unwrap_or_else(PoisonError::into_inner).id()
+        lock(&self.child).id()
     }
 
     /// Kills it and starts another; domains live on.
     pub fn kill_and_start(&self) -> Result<(), LabError> {
-        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut child = lock(&self.child);
         let _ = (child.kill(), child.wait());
         *child = spawn(self.dir.path(), self.kind)?;
         drop(child);
@@ -373,7 +373,7 @@ impl Drop for Libvirtd {
         for name in running.lines().filter(|l| !l.trim().is_empty()) {
             let _ = self.virsh(&["destroy", name.trim()]);
         }
-        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut child = lock(&self.child);
         let _ = (child.kill(), child.wait(), copy_files(&own(self.dir.path()), &known(self.kind)));
     }
 }
@@ -432,23 +432,9 @@ fn spawn(dir: &Path, kind: Kind) -> Result<Child, LabError> {
 
 #[derive(Debug)]
 pub struct Domain {
-    name: String,
-    pid: u32,
-    tool: Tool,
-}
-
-impl Domain {
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
+    pub name: String,
     /// The process of its QEMU, in libvirtd's pid namespace.
-    pub fn pid(&self) -> u32 {
-        self.pid
-    }
-
+    pub pid: u32,
     /// The lab's tool in its guest.
-    pub fn tool(&self) -> &Tool {
-        &self.tool
-    }
+    pub tool: Tool,
 }

@@ -35,9 +35,9 @@ impl Count {
         let (own, tests) = counted(text);
         let tool = ["crates/lab/", "crates/sim/", "guest/tool/"];
         self.tests += tests;
-        let test_file = ["/tests/", "/tests.rs", "/test/", "/benches/", "/golden.rs"]
-            .iter()
-            .any(|part| path.contains(part));
+        let test_files =
+            ["/tests/", "/tests.rs", "/testing.rs", "/test/", "/benches/", "/golden.rs"];
+        let test_file = test_files.iter().any(|part| path.contains(part));
         if test_file || path.starts_with("fuzz/") {
             self.tests += own;
         } else if tool.iter().any(|prefix| path.starts_with(prefix)) {

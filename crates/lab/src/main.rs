@@ -170,13 +170,13 @@ fn boot(args: &BootArgs) -> Result<()> {
         vm.wait_ready()?;
         println!(
             "{}  pid {}  {}  {} of {} resident  ready in {:.1?}  qmp {}",
-            vm.name(),
-            vm.pid(),
-            vm.release(),
+            vm.name,
+            vm.pid,
+            vm.release,
             vm.resident(),
-            vm.memory(),
+            vm.memory,
             vm.boot_time,
-            vm.qmp_path().display()
+            vm.qmp_path.display()
         );
     }
     println!("Ctrl-C ends them");

@@ -1,7 +1,7 @@
 //! A thread that writes down what the machine holds, several times a second.
 
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -9,9 +9,9 @@ use ebb_core::units::Bytes;
 use ebb_host::probe::meminfo::read_meminfo;
 use ebb_host::root::Root;
 
-use crate::Background;
 use crate::arena::MemoryCgroup;
 use crate::vm::resident;
+use crate::{Background, lock};
 
 /// What was seen at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -116,8 +116,7 @@ impl Sampler {
 
     /// Watches a VM from now on.
     pub fn watch(&self, name: &str, pid: u32) {
-        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
-        watched.vms.push((name.to_string(), pid));
+        lock(&self.watched).vms.push((name.to_string(), pid));
     }
 
     /// Time since it began, to compare with [`Point::at`].
@@ -127,7 +126,7 @@ impl Sampler {
 
     /// What was seen so far.
     pub fn series(&self) -> Series {
-        let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let watched = lock(&self.watched);
         Series {
             vms: watched.vms.iter().map(|(name, _)| name.clone()).collect(),
             points: watched.points.clone(),
@@ -143,7 +142,7 @@ impl Sampler {
 
 fn look(watched: &Mutex<Watched>, began: Instant, cgroup: Option<&MemoryCgroup>) {
     let memory = read_meminfo(&Root::default()).ok().flatten().unwrap_or_default();
-    let mut watched = watched.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut watched = lock(watched);
     let point = Point {
         at: began.elapsed(),
         free: memory.free,

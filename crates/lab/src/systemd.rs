@@ -14,7 +14,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::arena::Arena;
 use crate::vm::on_lasting_thread;
-use crate::{LabError, ebb, output, run};
+use crate::{LabError, ebb, lock, output, run};
 
 /// Mounts, then becomes systemd. Arguments: an empty directory, the installed tree, its cgroup.
 const BOOT: &str = r#"
@@ -126,7 +126,7 @@ impl Systemd {
 
     /// What its services said so far, each line with the unit before it.
     pub fn log(&self) -> String {
-        self.log.lock().unwrap_or_else(PoisonError::into_inner).join("\n")
+        lock(&self.log).join("\n")
     }
 
     /// For [`crate::vm::VmConfig::within`]: processes that it sees, on the machine's files.
@@ -164,10 +164,6 @@ impl Systemd {
         self.systemctl(&["show", "--value", "--property", name, unit]).1.trim().into()
     }
 
-    fn child(&self) -> MutexGuard<'_, Child> {
-        self.child.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub fn wait(
         &self,
         what: &str,
@@ -175,7 +171,7 @@ impl Systemd {
     ) -> Result<(), LabError> {
         let until = Instant::now() + PATIENCE;
         while !state(self) {
-            let ended = self.child().try_wait().is_ok_and(|status| status.is_some());
+            let ended = lock(&self.child).try_wait().is_ok_and(|status| status.is_some());
             if ended || Instant::now() > until {
                 let own = fs::read_to_string(self._dir.path().join("log")).unwrap_or_default();
                 let text = format!("{what}: not within {PATIENCE:?}\n{own}\n{}", self.log());
@@ -190,7 +186,7 @@ impl Systemd {
 impl Drop for Systemd {
     fn drop(&mut self) {
         let init = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
-        let mut child = self.child();
+        let mut child = lock(&self.child);
         // The end of its pid 1 ends a pid namespace; `unshare` then reaps it.
         if init.is_none_or(|pid| kill_process(pid, Signal::KILL).is_err()) {
             let _ = child.kill();
@@ -214,6 +210,6 @@ fn follow(stream: UnixStream, log: &Mutex<Vec<String>>) {
     let mut lines = BufReader::new(stream).lines().map_while(Result::ok);
     let Some(unit) = lines.by_ref().take(7).nth(1) else { return };
     for line in lines.skip(5) {
-        log.lock().unwrap_or_else(PoisonError::into_inner).push(format!("{unit}: {line}"));
+        lock(log).push(format!("{unit}: {line}"));
     }
 }

@@ -17,10 +17,10 @@ mod process;
 
 use std::fs;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Child;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -38,7 +38,7 @@ pub(crate) use self::process::on_lasting_thread;
 use self::process::{hand_over, spawn_qemu};
 use crate::guest::{Fields, Tool, ToolError};
 use crate::image::{Image, with_files};
-use crate::{LabError, Sought, tail};
+use crate::{LabError, Sought, lock, poll, tail};
 
 pub(crate) const READY: &str = "ebb-guest-tool: ready on";
 /// What the console shows when a guest kernel is at its end.
@@ -85,15 +85,18 @@ pub enum VmError {
 /// `EBB_LAB_KEEP=1` leaves in place.
 #[derive(Debug)]
 pub struct Vm {
-    name: String,
+    pub name: String,
     dir: Option<tempfile::TempDir>,
-    run_dir: PathBuf,
+    pub run_dir: PathBuf,
     child: Mutex<Child>,
-    pid: u32,
-    memory: Bytes,
-    accel: Accel,
-    product_socket: PathBuf,
-    release: String,
+    pub pid: u32,
+    /// The RAM it was given.
+    pub memory: Bytes,
+    pub accel: Accel,
+    /// The QMP socket for the product.
+    pub qmp_path: PathBuf,
+    /// `uname -r` of its kernel.
+    pub release: String,
     tool: Option<Tool>,
     qmp: Mutex<Option<qmp::Client>>,
     boots: usize,
@@ -149,8 +152,8 @@ impl Vm {
         if let Some(user) = config.user {
             hand_over(&mut image, &run_dir, user).map_err(LabError::file(&run_dir))?;
         }
-        let product_socket = config.product_socket(&run_dir);
-        let place = product_socket.parent().unwrap_or(&run_dir);
+        let qmp_path = config.product_socket(&run_dir);
+        let place = qmp_path.parent().unwrap_or(&run_dir);
         fs::create_dir_all(place).map_err(LabError::file(place))?;
         let child = spawn_qemu(config, &config.arguments(&image, accel, &run_dir), &run_dir)?;
         let keep = std::env::var_os("EBB_LAB_KEEP").is_some_and(|v| v == "1");
@@ -168,7 +171,7 @@ impl Vm {
             child: Mutex::new(child),
             memory: config.memory,
             accel,
-            product_socket,
+            qmp_path,
             release: image.release,
             tool: None,
             qmp: Mutex::new(None),
@@ -228,25 +231,18 @@ impl Vm {
         mut state: impl FnMut(&Vm) -> S,
     ) -> Result<S::Found, VmError> {
         let after = deadline.mul_f64(self.accel.patience());
-        let until = Instant::now() + after;
-        loop {
-            if let Some(found) = state(self).found() {
-                return Ok(found);
-            }
-            self.check()?;
-            if Instant::now() >= until {
-                let (name, console) = (self.name.clone(), tail(&self.console(), 15));
-                return Err(VmError::Timeout { name, what: what.into(), after, console });
-            }
-            thread::sleep(POLL);
-        }
+        let look = || state(self).found().map(Ok).or_else(|| self.check().err().map(Err));
+        poll(after, look).unwrap_or_else(|| {
+            let (name, console) = (self.name.clone(), tail(&self.console(), 15));
+            Err(VmError::Timeout { name, what: what.into(), after, console })
+        })
     }
 
     /// Whether it is there and its kernel well.
     pub fn check(&self) -> Result<(), VmError> {
         let console = self.console();
         let recent = console.get(self.console_before.load(Relaxed)..).unwrap_or(&console);
-        let ended = self.child().try_wait();
+        let ended = lock(&self.child).try_wait();
         let why = match ended {
             Ok(Some(status)) => {
                 let log = fs::read_to_string(self.run_dir.join("qemu.log")).unwrap_or_default();
@@ -294,10 +290,7 @@ impl Vm {
     pub fn explain(&self, error: ToolError) -> VmError {
         if matches!(error, ToolError::Closed) {
             // QEMU closes its sockets a moment before it has ended.
-            let until = Instant::now() + Duration::from_secs(5);
-            while self.check().is_ok() && Instant::now() < until {
-                thread::sleep(POLL);
-            }
+            poll(Duration::from_secs(5), || self.check().is_err());
         }
         let (name, console) = (self.name.clone(), tail(&self.console(), 15));
         match (self.check(), error) {
@@ -311,7 +304,7 @@ impl Vm {
 
     /// A QMP command on the lab's own socket.
     pub fn qmp(&self, command: &str, arguments: Option<Value>) -> Result<Value, VmError> {
-        let mut held = self.qmp.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = lock(&self.qmp);
         let error = |error| match self.check() {
             Err(lost) => lost,
             Ok(()) => VmError::Qmp { name: self.name.clone(), error },
@@ -358,44 +351,9 @@ impl Vm {
 
     /// Kills QEMU and waits for its end.
     pub fn kill(&self) {
-        let mut child = self.child();
+        let mut child = lock(&self.child);
         let _ = child.kill();
         let _ = child.wait();
-    }
-
-    fn child(&self) -> MutexGuard<'_, Child> {
-        self.child.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    pub fn pid(&self) -> u32 {
-        self.pid
-    }
-
-    /// The RAM it was given.
-    pub fn memory(&self) -> Bytes {
-        self.memory
-    }
-
-    pub fn accel(&self) -> Accel {
-        self.accel
-    }
-
-    /// `uname -r` of its kernel.
-    pub fn release(&self) -> &str {
-        &self.release
-    }
-
-    /// The QMP socket for the product.
-    pub fn qmp_path(&self) -> PathBuf {
-        self.product_socket.clone()
-    }
-
-    pub fn run_dir(&self) -> &Path {
-        &self.run_dir
     }
 
     /// What QEMU holds of the host's memory, itself included; 0 when it is gone.

@@ -1,5 +1,7 @@
 //! Who is compared: Ebb, as the daemon runs it, and its rivals, on the same world.
 
+use std::time::{Duration, Instant};
+
 use ebb_core::tick::{Engine, Host};
 use serde::Serialize;
 
@@ -114,7 +116,7 @@ impl Controller {
             Some(mut policy) => {
                 RunResult { score: rule(setup, &mut *policy, see), broken: Vec::new() }
             }
-            None => ebb(setup, see),
+            None => ebb(setup, |world, _| see(world)),
         }
     }
 }
@@ -141,15 +143,19 @@ fn rule(setup: &Setup, policy: &mut dyn Policy, see: &mut dyn FnMut(&World)) -> 
     world.score()
 }
 
-fn ebb(setup: &Setup, see: &mut dyn FnMut(&World)) -> RunResult {
+/// Runs the daemon's loop, and shows after each tick the world and what the tick cost (observe,
+/// model, decide, learn; sampling is the simulator's).
+pub fn ebb(setup: &Setup, mut see: impl FnMut(&World, Duration)) -> RunResult {
     let config = setup.config();
     let mut world = World::new(setup);
     let mut laws = Laws::new(&config);
     let mut engine = Engine::new(config, false);
     loop {
+        let (outside, started) = (world.outside, Instant::now());
         let (tick, model) = engine.step(&mut world);
+        let cost = started.elapsed().saturating_sub(world.outside - outside);
         laws.check(&world, &tick);
-        see(&world);
+        see(&world, cost);
         if !world.wait(&engine.next(&model)) {
             return RunResult { score: world.score(), broken: laws.broken };
         }

@@ -21,14 +21,39 @@ const MOVE_LEAST: Bytes = Bytes::mib(8);
 /// that, and its balloon need not follow.
 const OWN_TURN_SHARE: f64 = 0.10;
 
+/// The way of a VM's size, up and down.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Way {
+    /// The utmost it reached in this direction.
+    end: Bytes,
+    /// `None` until it has moved.
+    grows: Option<bool>,
+}
+
+impl Way {
+    /// It begins at this size.
+    pub fn at(size: Bytes) -> Way {
+        Way { end: size, grows: None }
+    }
+
+    /// Whether it turns with this size, by at least as much.
+    pub fn turns(&mut self, size: Bytes, least: Bytes) -> bool {
+        let grows = size > self.end;
+        if self.grows != Some(grows) && size.abs_diff(self.end) < least {
+            return false;
+        }
+        self.end = size;
+        self.grows.replace(grows).is_some_and(|before| before != grows)
+    }
+}
+
 /// What is measured of one guest as time passes.
 #[derive(Clone, Debug, Default)]
 pub struct Gauge {
     lived_ms: u64,
     taken_ms: f64,
     idle_ms: f64,
-    direction: i8,
-    turn: Bytes,
+    way: Way,
     /// How often its size changed direction.
     pub reversals: u64,
     /// When it did last, ms into the run.
@@ -44,7 +69,7 @@ impl Gauge {
             return;
         }
         if self.lived_ms == 0 {
-            self.turn = g.actual;
+            self.way = Way::at(g.actual);
         }
         self.lived_ms += dt_ms;
         self.taken_ms += (g.spec.ram - g.actual).0 as f64 * dt_ms as f64;
@@ -52,24 +77,11 @@ impl Gauge {
         self.turn_at(g.actual, at_ms, MOVE_LEAST);
     }
 
-    /// `turn` is the extreme it has reached in its present direction.
     fn turn_at(&mut self, actual: Bytes, at_ms: u64, least: Bytes) {
-        let further = match self.direction {
-            1 => actual >= self.turn,
-            -1 => actual <= self.turn,
-            _ => false,
-        };
-        if further {
-            self.turn = actual;
-        } else if actual.abs_diff(self.turn) >= least {
-            let direction = if actual > self.turn { 1 } else { -1 };
-            let was = std::mem::replace(&mut self.direction, direction);
-            self.turn = actual;
-            if was != 0 {
-                self.reversals += 1;
-                let before = self.turned_ms.replace(at_ms);
-                self.hasty += u64::from(before.is_some_and(|b| at_ms - b < 60_000));
-            }
+        if self.way.turns(actual, least) {
+            self.reversals += 1;
+            let before = self.turned_ms.replace(at_ms);
+            self.hasty += u64::from(before.is_some_and(|b| at_ms - b < 60_000));
         }
     }
 
@@ -158,7 +170,7 @@ impl fmt::Display for Score {
 /// it turns as often. Whatever is done to it, it is counted by what its programs want.
 fn own_turns(g: &Guest, lived_ms: u64) -> u64 {
     let from = g.spec.starts_ms;
-    let mut gauge = Gauge { turn: g.spec.need.sum_at(from), ..Gauge::default() };
+    let mut gauge = Gauge { way: Way::at(g.spec.need.sum_at(from)), ..Gauge::default() };
     let least = g.spec.ram.share(OWN_TURN_SHARE);
     let moments = g.spec.need.moments().into_iter();
     for ms in moments.skip_while(|ms| *ms < from).take_while(|ms| *ms < from + lived_ms) {
@@ -186,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_reversal_is_a_turn_of_more_than_a_refresh() {
-        let mut g = Gauge { turn: Bytes::mib(1000), ..Gauge::default() };
+        let mut g = Gauge { way: Way::at(Bytes::mib(1000)), ..Gauge::default() };
         for (s, mib) in [900, 899, 900, 850, 860, 870, 865, 800, 900].into_iter().enumerate() {
             g.turn_at(Bytes::mib(mib), s as u64 * 10_000, MOVE_LEAST);
         }

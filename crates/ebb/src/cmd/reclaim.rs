@@ -19,14 +19,14 @@ const AGAIN: Duration = Duration::from_millis(300);
 /// It is over then in any case.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The result, measured on the host.
-#[derive(Debug, Default, PartialEq, Serialize)]
-struct Came {
-    /// Fall of the VMs' residency.
+/// Measured on the host: what there is, and in the end by how much it has changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+struct Measured {
+    /// The VMs' residency; its fall.
     resident: Bytes,
-    /// Rise of the host's free memory: the proof, but others use it too.
+    /// The host's free memory; its rise: the proof, but others use it too.
     host_free: Bytes,
-    /// Fall of the VMs' cgroup usage, where they have a common one.
+    /// The VMs' cgroup usage, where they have a common one; its fall.
     pool: Option<Bytes>,
     /// Recycled page by page.
     recycled: Bytes,
@@ -37,41 +37,30 @@ struct Came {
     seconds: f64,
 }
 
-impl Came {
-    fn taken(&self) -> Bytes {
-        self.recycled + self.ballooned + self.zeros
-    }
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Now {
-    resident: Bytes,
-    free: Bytes,
-    pool: Option<Bytes>,
-    recycled: Bytes,
-    ballooned: Bytes,
-    zeros: Bytes,
-}
-
-impl Now {
-    fn of(state: &State, request: &Reclaim) -> Now {
+impl Measured {
+    fn of(state: &State, request: &Reclaim) -> Measured {
         let vms = || state.vms.iter().filter(|v| request.means(&v.name));
-        Now {
+        Measured {
             resident: vms().filter_map(|v| v.resident).sum(),
-            free: state.host.free.unwrap_or_default(),
+            host_free: state.host.free.unwrap_or_default(),
             pool: state.host.pool.as_ref().map(|p| p.usage),
             recycled: vms().filter_map(|v| v.agent.as_ref()).map(|a| a.counters.recycled).sum(),
             ballooned: vms().map(|v| v.ballooned).sum(),
             zeros: vms().filter_map(|v| v.tasks.zeros.as_ref()).map(|z| z.freed).sum(),
+            seconds: 0.0,
         }
     }
 
-    fn moved(&self, other: &Now) -> bool {
+    fn moved(&self, other: &Measured) -> bool {
         let far = |a: Bytes, b: Bytes| a.abs_diff(b) >= Bytes::mib(2);
         far(self.resident, other.resident)
             || far(self.recycled, other.recycled)
             || far(self.ballooned, other.ballooned)
             || far(self.zeros, other.zeros)
+    }
+
+    fn taken(&self) -> Bytes {
+        self.recycled + self.ballooned + self.zeros
     }
 }
 
@@ -84,7 +73,7 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
     if state.daemon.dry_run {
         bail!("the daemon is in a dry run: it changes nothing");
     }
-    let before = Now::of(&state, &request);
+    let before = Measured::of(&state, &request);
     daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
     let came = watch(socket, &request, before)?;
     emit_as(json, &came, || Ok(text(&came)))?;
@@ -116,7 +105,7 @@ fn fresh(socket: &str) -> Result<State> {
     }
 }
 
-fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
+fn watch(socket: &str, request: &Reclaim, before: Measured) -> Result<Measured> {
     let began = Instant::now();
     let (mut last, mut moved) = (before, began);
     let mut again = AGAIN;
@@ -129,14 +118,15 @@ fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
             daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?)?;
         }
         let until = began + PATIENCE;
-        let now = Now::of(&daemon_client::get_json_until(socket, "/v1/state", until)?, request);
+        let now =
+            Measured::of(&daemon_client::get_json_until(socket, "/v1/state", until)?, request);
         if now.moved(&last) {
             (last, moved) = (now, Instant::now());
         }
     }
-    Ok(Came {
+    Ok(Measured {
         resident: before.resident - last.resident,
-        host_free: last.free - before.free,
+        host_free: last.host_free - before.host_free,
         pool: before.pool.zip(last.pool).map(|(b, l)| b - l),
         recycled: last.recycled - before.recycled,
         ballooned: last.ballooned - before.ballooned,
@@ -145,7 +135,7 @@ fn watch(socket: &str, request: &Reclaim, before: Now) -> Result<Came> {
     })
 }
 
-fn text(c: &Came) -> String {
+fn text(c: &Measured) -> String {
     if c.taken() == Bytes::ZERO {
         return "nothing was taken: `ebb status` and `ebb explain VM` say why\n".into();
     }
@@ -170,9 +160,9 @@ mod tests {
 
     #[test]
     fn zero_pages_that_were_freed_are_something_that_was_taken() {
-        let nothing = Came::default();
+        let nothing = Measured::default();
         assert!(text(&nothing).starts_with("nothing was taken") && nothing.taken() == Bytes::ZERO);
-        let zeros = Came { zeros: Bytes::mib(7), ..Came::default() };
+        let zeros = Measured { zeros: Bytes::mib(7), ..Measured::default() };
         let said = text(&zeros);
         assert!(
             said.starts_with("0 B recycled, 0 B ballooned, 7 MiB of zeros freed in "),

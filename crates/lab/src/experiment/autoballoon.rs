@@ -22,9 +22,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use clap::Args;
+use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 
-use super::record::{self, RecordedTick};
+use super::record;
 use super::stage::{Fleet, Stage, Watched, names};
 use super::trial::{Figures, Output, in_turns};
 use crate::arena::{ArenaConfig, SwapKind};
@@ -162,7 +163,7 @@ impl Autoballoon {
     }
 
     /// From pressure, by what the cgroup used, to the first order to shrink, seconds.
-    fn first_reaction(&self, watched: &Watched, ticks: &[RecordedTick]) -> Option<f64> {
+    fn first_reaction(&self, watched: &Watched, ticks: &[Tick]) -> Option<f64> {
         let full = self.budget - self.budget.share(PRESSURE);
         let at = watched.series.first(Duration::ZERO, |p| p.cgroup > full)?;
         let since = watched.began_ms + at.as_millis() as u64;
@@ -172,7 +173,7 @@ impl Autoballoon {
 
 /// CPU time of all QEMUs so far, seconds.
 fn cpu(vms: &[Vm]) -> Result<f64> {
-    vms.iter().map(|vm| cpu_s(vm.pid())).sum()
+    vms.iter().map(|vm| cpu_s(vm.pid)).sum()
 }
 
 #[derive(Default)]
@@ -236,7 +237,7 @@ impl<'a> Work<'a> {
             }
             Step::Reading if ended("read", "ready") => (Step::Waiting, turns + 1),
             Step::Reading if ended("read", "exit") => {
-                bail!("{} could not read its disk", vm.name())
+                bail!("{} could not read its disk", vm.name)
             }
             _ => return Ok(()),
         };
@@ -257,7 +258,7 @@ impl<'a> Work<'a> {
         let stat = vm.ask(|tool| tool.wait_end("sort", STEP))?;
         let integers = self.plan.integers(self.steps[n].1);
         if stat.u64("errors") != 0 || stat.u64("checks") != integers {
-            bail!("{} sorted wrongly: {:?}", vm.name(), stat.0);
+            bail!("{} sorted wrongly: {:?}", vm.name, stat.0);
         }
         self.done.sorted += integers;
         self.done.busy += took;

@@ -242,7 +242,7 @@ impl Place {
 
     /// `ebb run` for this VM, once it is in this tier.
     pub fn daemon(&self, tier: &str) -> Result<Daemon> {
-        let daemon = Daemon::start(self.dir.path(), &[self.vm.name()], "")?;
+        let daemon = Daemon::start(self.dir.path(), &[&self.vm.name], "")?;
         daemon.wait_for_tier(tier)?;
         Ok(daemon)
     }

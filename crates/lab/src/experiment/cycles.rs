@@ -38,7 +38,7 @@ pub struct Guest<'a> {
 
 impl<'a> Guest<'a> {
     pub fn of_vm(vm: &'a Vm) -> Guest<'a> {
-        Guest { name: vm.name(), pid: vm.pid(), tool: vm.tool(), vm: Some(vm) }
+        Guest { name: &vm.name, pid: vm.pid, tool: vm.tool(), vm: Some(vm) }
     }
 
     /// Whether it is there.

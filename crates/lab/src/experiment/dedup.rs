@@ -291,7 +291,7 @@ fn zeros(vms: &[Vm]) -> Result<Bytes> {
 fn sum(vms: &[Vm], of: fn(KsmStat) -> Option<u64>) -> Result<u64> {
     let mut sum = 0;
     for vm in vms {
-        sum += read_ksm_stat(&Root::default(), vm.pid())?.and_then(of).unwrap_or(0);
+        sum += read_ksm_stat(&Root::default(), vm.pid)?.and_then(of).unwrap_or(0);
     }
     Ok(sum)
 }

@@ -389,7 +389,7 @@ impl Fleet<'_> {
             Err(e) => return Err(e),
         };
         for vm in booted {
-            self.sampler.watch(vm.name(), vm.pid());
+            self.sampler.watch(&vm.name, vm.pid);
             self.jobs.add(&vm, start.unwrap_or_else(|| self.jobs.gap()))?;
             self.vms.push(vm);
         }
@@ -465,7 +465,7 @@ fn drive(fleet: &mut Fleet<'_>, until: Instant, strict: bool) -> Result<Option<S
                 return Ok(Some(format!("a job took {slow:.2} s to touch, {alone:.2} s alone")));
             }
             if let Some(n) = fleet.jobs.late(SLOW * fleet.jobs.alone, Instant::now()) {
-                let name = fleet.vms.get(n).map_or("a VM", Vm::name);
+                let name = fleet.vms.get(n).map_or("a VM", |vm| &vm.name);
                 return Ok(Some(format!("{name} did not touch its memory in time")));
             }
         }

@@ -121,11 +121,11 @@ impl Handback {
             // Down to what it needs; what it keeps above that the burst will use.
             let small = MEMORY - BURST.share(0.8);
             let mut asked = Instant::now();
-            daemon.reclaim_vm(asks.name())?;
+            daemon.reclaim_vm(&asks.name)?;
             asks.wait_for("the first guest to be small", MINUTE, |vm| {
                 if asked.elapsed() > Duration::from_secs(5) {
                     asked = Instant::now();
-                    let _ = daemon.reclaim_vm(vm.name());
+                    let _ = daemon.reclaim_vm(&vm.name);
                 }
                 vm.balloon().is_ok_and(|b| b <= small)
             })?;
@@ -153,7 +153,7 @@ impl Handback {
             let decisions = daemon.decisions()?;
             let grown = decisions.iter().filter_map(|d| {
                 let a = &d["action"];
-                let grows = a["name"] == vm.name() && a["to"].as_u64() > a["from"].as_u64();
+                let grows = a["name"] == vm.name && a["to"].as_u64() > a["from"].as_u64();
                 // Its tick began a moment before it was decided.
                 d["wall_ms"].as_u64().filter(|at| grows && at + 500 >= began)
             });

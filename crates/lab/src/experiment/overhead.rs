@@ -67,7 +67,7 @@ impl Overhead {
         let mut reactions = Vec::new();
         for _ in 0..self.bursts {
             // On a host that is short a guest keeps what it needed within the last half hour.
-            daemon.squeeze(vms[0].name(), SMALL)?;
+            daemon.squeeze(&vms[0].name, SMALL)?;
             reactions.push(self.reaction(&daemon, &vms[0])?);
         }
         outcome.add("ballooned", "reaction", "seconds", &reactions);
@@ -92,7 +92,7 @@ impl Overhead {
         arm: &str,
         outcome: &mut ExperimentResult,
     ) -> Result<()> {
-        let all = || vms.iter().map(|vm| cpu_s(vm.pid())).sum::<Result<f64>>();
+        let all = || vms.iter().map(|vm| cpu_s(vm.pid)).sum::<Result<f64>>();
         let before = (cpu_s(daemon.pid())?, all()?);
         std::thread::sleep(Duration::from_secs(self.seconds));
         let share = (cpu_s(daemon.pid())? - before.0) / self.seconds as f64;
@@ -112,7 +112,7 @@ impl Overhead {
         let began = wall_ms();
         let ordered = daemon.wait_for("order to grow", MINUTE, |_| {
             daemon.decisions().ok()?.iter().find_map(|d| {
-                let ours = d["action"]["name"] == vm.name()
+                let ours = d["action"]["name"] == vm.name
                     && d["action"]["reason"]["rule"] == "guest_short"
                     && d["wall_ms"].as_u64()? + 100 >= began;
                 ours.then(|| d["wall_ms"].as_u64())?

@@ -61,7 +61,7 @@ fn one(bench: &mut Bench<'_>, memory: RamKind, arm: &str) -> Result<()> {
         place.pause(true)?;
         let full = place.usage();
         if arm == "balloon" {
-            place.vm.set_balloon(place.vm.memory() - size)?;
+            place.vm.set_balloon(place.vm.memory - size)?;
         }
         let fall = match ours {
             true => place.recycle_watched(full, size, TIME)?,
@@ -75,7 +75,7 @@ fn one(bench: &mut Bench<'_>, memory: RamKind, arm: &str) -> Result<()> {
         place.vm.request("ping", MINUTE).context("the guest does not go on")?;
         if arm == "balloon" {
             // Only now it follows the order; then it gets everything back.
-            let whole = place.vm.memory();
+            let whole = place.vm.memory;
             let is = |vm: &Vm, goal: Bytes| vm.balloon().is_ok_and(|b| b == goal);
             place.vm.wait_for("the balloon", 2 * MINUTE, |vm| is(vm, whole - size))?;
             place.vm.set_balloon(whole)?;

@@ -322,7 +322,7 @@ fn reporting(bench: &mut Bench<'_>, memory: RamKind) -> Result<()> {
 /// The balloon: asked for just what was freed.
 fn balloon(bench: &mut Bench<'_>, memory: RamKind) -> Result<()> {
     let place = bench.boot(memory, false, |_| ())?;
-    let (size, whole) = (bench.trial.size(256), place.vm.memory());
+    let (size, whole) = (bench.trial.size(256), place.vm.memory);
     let free = || -> Result<_> {
         // Whatever page the balloon takes, the host has it to lose.
         place.touch_all()?;

@@ -155,11 +155,11 @@ fn turn(place: &Place, arm: &str, pace: Pace, pages: Pages) -> Result<Figures> {
     let recycled = || match &daemon {
         None => Ok(0),
         Some(daemon) => daemon
-            .vm(place.vm.name())
+            .vm(&place.vm.name)
             .map(|vm| vm["agent"]["counters"]["recycled"].as_u64().unwrap_or(0)),
     };
     // All threads of QEMU, the agent's too.
-    let pid = place.vm.pid();
+    let pid = place.vm.pid;
     let before = (cpu_s(pid)?, recycled()?);
     let found = faultloop(place, pages, &measured)?;
     let took = cpu_s(pid)? - before.0;

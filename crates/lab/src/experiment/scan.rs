@@ -153,9 +153,9 @@ impl Held {
 /// What a scan of a VM reads.
 pub(super) fn target(vm: &Vm) -> Result<Target> {
     let root = Root::default();
-    let start = read_stat(&root, vm.pid())?.context("the VM has ended")?.start;
-    let id = VmId { pid: vm.pid(), start };
-    let found = Found::look(&root, id, vm.name(), "lab")?.context("the VM has ended")?;
+    let start = read_stat(&root, vm.pid)?.context("the VM has ended")?.start;
+    let id = VmId { pid: vm.pid, start };
+    let found = Found::look(&root, id, &vm.name, "lab")?.context("the VM has ended")?;
     found.target.context("a VM without RAM")
 }
 

@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use ebb_core::sample::Vmstat;
+use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use ebb_host::probe::vmstat::read_vmstat;
 use ebb_host::root::Root;
 use tempfile::TempDir;
 
-use super::record::{self, RecordedTick};
+use super::record;
 use super::trial::Figures;
 use crate::arena::{Arena, ArenaConfig, MemoryCgroup};
 use crate::ebb::Daemon;
@@ -94,14 +95,14 @@ impl Watched {
     }
 
     /// Ebb's ticks meanwhile. Stopping gives everything back: that is no turn of the controller's.
-    pub fn ticks(&self, stage: &Stage) -> Result<Vec<RecordedTick>> {
+    pub fn ticks(&self, stage: &Stage) -> Result<Vec<Tick>> {
         let mut ticks = record::read(&stage.dir().join("record.jsonl"))?;
-        ticks.retain(|t| (self.began_ms..=self.end_ms).contains(&t.wall_ms));
+        ticks.retain(|t| (self.began_ms..=self.end_ms).contains(&t.sample.wall_ms));
         Ok(ticks)
     }
 
     /// Turns of direction of all sizes, per VM and minute.
-    pub fn reversals(&self, ticks: &[RecordedTick], vms: u32) -> f64 {
+    pub fn reversals(&self, ticks: &[Tick], vms: u32) -> f64 {
         let minutes = (self.end_ms - self.began_ms) as f64 / 60_000.0;
         record::reversals(ticks) as f64 / minutes / f64::from(vms)
     }
@@ -129,7 +130,7 @@ pub fn write_noise(path: &Path, size: Bytes) -> Result<()> {
 
 /// Names of VMs, for a daemon.
 pub fn names(vms: &[Vm]) -> Vec<&str> {
-    vms.iter().map(Vm::name).collect()
+    vms.iter().map(|vm| vm.name.as_str()).collect()
 }
 
 /// The VMs of an arm, all of one kind.
@@ -192,7 +193,7 @@ impl Fleet<'_> {
                 return Ok(libvirtd.boot(&name, self.memory, &devices, "")?);
             }
             let domain = libvirtd.boot_with_agent(&name, self.memory, &devices)?;
-            let loaded = domain.tool().sh(guest_stack::LOAD, Duration::from_secs(60));
+            let loaded = domain.tool.sh(guest_stack::LOAD, Duration::from_secs(60));
             loaded.with_context(|| format!("the module in {name}"))?;
             Ok(domain)
         };

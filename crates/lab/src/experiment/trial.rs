@@ -9,32 +9,10 @@ use ebb_core::units::Bytes;
 use crate::image::Kernel;
 use crate::result::{ExperimentResult, human};
 
-/// Guest kernels of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Kernels {
-    /// Debian 12's own.
-    #[value(name = "6.1")]
-    V6_1,
-    #[value(name = "6.12")]
-    V6_12,
-    Both,
-}
-
-impl Kernels {
-    /// The kernels that are meant.
-    pub fn list(self) -> Vec<Kernel> {
-        match self {
-            Kernels::V6_1 => vec![Kernel::V6_1],
-            Kernels::V6_12 => vec![Kernel::V6_12],
-            Kernels::Both => Kernel::ALL.to_vec(),
-        }
-    }
-}
-
 /// What a user asks of an experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// Figures as JSON; with --kernel both a file for each, FILE-6.1 and FILE-6.12
+    /// Figures as JSON; with several kernels a file for each, FILE-6.1 and FILE-6.12
     /// (before its extension)
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
@@ -44,9 +22,9 @@ pub struct Options {
     /// Factor on sizes and numbers of rounds
     #[arg(long, default_value_t = 1.0)]
     pub scale: f64,
-    /// Guest kernel
-    #[arg(long, value_enum, default_value = "6.1")]
-    pub kernel: Kernels,
+    /// Guest kernels
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "6.1")]
+    pub kernel: Vec<Kernel>,
 }
 
 /// One experiment on one guest kernel.
@@ -91,14 +69,14 @@ pub fn run(
     }
     let all = arms.iter().map(|a| a.to_string()).collect();
     let arms = if options.arms.is_empty() { all } else { options.arms.clone() };
-    for kernel in options.kernel.list() {
+    for &kernel in &options.kernel {
         let trial = Trial { arms: arms.clone(), scale: options.scale, kernel };
         let mut outcome = ExperimentResult::of(name, kernel)?;
         println!("== {name}, guest kernel {}", outcome.kernel);
         let result = one(&trial, &mut outcome);
         // What was measured before something failed is not lost.
         println!("{}", outcome.table());
-        let each = options.kernel == Kernels::Both;
+        let each = options.kernel.len() > 1;
         let file = options.json.as_ref().map(|file| file_of(file, kernel, each));
         outcome.keep(file.as_deref())?;
         result.with_context(|| format!("{name} on {kernel}"))?;
@@ -227,7 +205,7 @@ mod tests {
 
     fn options(arms: &[&str], scale: f64) -> Options {
         let arms = arms.iter().map(|a| a.to_string()).collect();
-        Options { json: None, arms, scale, kernel: Kernels::V6_1 }
+        Options { json: None, arms, scale, kernel: vec![Kernel::V6_1] }
     }
 
     #[test]

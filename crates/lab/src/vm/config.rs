@@ -110,59 +110,50 @@ impl VmConfig {
         }
     }
 
+    /// What may have blanks is apart from the rest.
     pub(super) fn arguments(&self, image: &Image, accel: Accel, dir: &Path) -> Vec<String> {
-        let path = |name: &str| dir.join(name).display().to_string();
-        let socket = |name: &str| format!("{},server=on,wait=off", path(name));
-        let mib = self.memory.0 >> 20;
-        let text = |words: &[&str]| words.iter().map(|w| w.to_string()).collect::<Vec<_>>();
-        let mut a = text(&["-name", &self.name, "-nodefaults", "-no-user-config"]);
         let best = accel.option(self.translations);
         let option = if self.counted { COUNTED } else { &best };
-        a.extend(text(&["-display", "none", "-accel", option, "-m", &format!("{mib}M")]));
+        let cpu = if accel == Accel::Kvm { "host" } else { TRANSLATED_CPU };
+        let (mib, cpus, run) = (self.memory.0 >> 20, self.cpus, dir.display());
+        let mut words = format!(
+            "-nodefaults -no-user-config -display none -accel {option} -m {mib}M -smp {cpus} \
+             -cpu {cpu} {} -serial file:{run}/console {} \
+             -qmp unix:{run}/lab-qmp.sock,server=on,wait=off -device virtio-serial-pci \
+             -chardev socket,id=tool,path={run}/tool.sock,server=on,wait=off \
+             -device virtserialport,chardev=tool,name=ebb.tool",
+            self.ram_arguments(mib),
+            self.product_monitor(dir)
+        );
         if self.counted {
-            a.extend(text(&["-icount", "shift=0,sleep=off"]));
+            words += " -icount shift=0,sleep=off";
         }
-        a.extend(text(&["-smp", &self.cpus.to_string(), "-kernel"]));
-        a.extend([image.vmlinuz.display().to_string(), "-initrd".into()]);
-        let words = self.command_line(accel);
-        a.extend([image.initramfs.display().to_string(), "-append".into(), words]);
-        a.extend(text(&["-cpu", if accel == Accel::Kvm { "host" } else { TRANSLATED_CPU }]));
-        a.extend(self.backing_arguments(mib));
         if self.uefi {
-            let flash = |unit, rest: &str, file: &str| {
-                format!("if=pflash,unit={unit},format=raw,{rest}file={file}")
-            };
-            let vars = path(UEFI_VARIABLES);
-            a.extend(["-drive".into(), flash(0, "readonly=on,", UEFI.0)]);
-            a.extend(["-drive".into(), flash(1, "", &vars)]);
+            words += &format!(
+                " -drive if=pflash,unit=0,format=raw,readonly=on,file={} \
+                 -drive if=pflash,unit=1,format=raw,file={run}/{UEFI_VARIABLES}",
+                UEFI.0
+            );
         }
-        a.extend(["-serial".into(), format!("file:{}", path("console"))]);
-        a.extend(self.product_monitor(dir));
-        a.extend([
-            "-qmp".into(),
-            format!("unix:{}", socket("lab-qmp.sock")),
-            "-device".into(),
-            "virtio-serial-pci".into(),
-            "-chardev".into(),
-            format!("socket,id=tool,path={}", socket("tool.sock")),
-            "-device".into(),
-            "virtserialport,chardev=tool,name=ebb.tool".into(),
-        ]);
         if let Some(b) = self.balloon {
             let on = |v| if v { "on" } else { "off" };
-            a.push("-device".into());
-            a.push(format!(
-                "virtio-balloon-pci,id=balloon0,free-page-reporting={},deflate-on-oom={}",
+            words += &format!(
+                " -device virtio-balloon-pci,id=balloon0,free-page-reporting={},deflate-on-oom={}",
                 on(b.reporting),
                 on(b.deflate_on_oom)
-            ));
+            );
         }
         for disk in &self.disks {
-            let disk = disk.display();
-            a.extend(["-drive".into(), format!("file={disk},if=virtio,format=raw,cache=none")]);
+            words += &format!(" -drive file={},if=virtio,format=raw,cache=none", disk.display());
         }
-        a.extend(self.args.iter().cloned());
-        a
+        let [vmlinuz, initrd] = [&image.vmlinuz, &image.initramfs].map(|p| p.display().to_string());
+        let (name, line) = (self.name.clone(), self.command_line(accel));
+        let apart = [("-name", name), ("-kernel", vmlinuz), ("-initrd", initrd), ("-append", line)];
+        let apart = apart.into_iter().flat_map(|(option, value)| [option.to_owned(), value]);
+        let mut all: Vec<String> = apart.collect();
+        all.extend(words.split_whitespace().map(str::to_owned));
+        all.extend(self.args.iter().cloned());
+        all
     }
 
     /// The QMP socket for the product, below `dir`.
@@ -175,37 +166,30 @@ impl VmConfig {
 
     /// The monitor on it. For Proxmox the options are those of qemu-server's `config_to_command`,
     /// but for `-id` (only their QEMU has it) and `-daemonize` (the lab's QEMU ends with the lab).
-    fn product_monitor(&self, dir: &Path) -> Vec<String> {
+    fn product_monitor(&self, dir: &Path) -> String {
         let socket = format!("{},server=on,wait=off", self.product_socket(dir).display());
-        let arguments = match self.proxmox {
+        let dir = dir.display();
+        match self.proxmox {
             None => format!("-qmp unix:{socket}"),
-            Some(id) => {
-                let run = dir.join("run");
-                let run = run.display();
-                format!(
-                    "-no-shutdown -chardev socket,id=qmp,path={socket} \
-                     -mon chardev=qmp,mode=control \
-                     -chardev socket,id=qmp-event,path={run}/qmeventd.sock,reconnect=5 \
-                     -mon chardev=qmp-event,mode=control \
-                     -pidfile {run}/qemu-server/{id}.pid"
-                )
-            }
-        };
-        arguments.split_whitespace().map(str::to_owned).collect()
+            Some(id) => format!(
+                "-no-shutdown -chardev socket,id=qmp,path={socket} -mon chardev=qmp,mode=control \
+                 -chardev socket,id=qmp-event,path={dir}/run/qmeventd.sock,reconnect=5 \
+                 -mon chardev=qmp-event,mode=control -pidfile {dir}/run/qemu-server/{id}.pid"
+            ),
+        }
     }
 
-    fn backing_arguments(&self, mib: u64) -> Vec<String> {
+    fn ram_arguments(&self, mib: u64) -> String {
         let merge = if self.mergeable { "" } else { ",mem-merge=off" };
-        let object = match &self.backing {
-            Backing::Anonymous => return vec!["-machine".into(), format!("pc{merge}")],
-            Backing::Memfd => format!("memory-backend-memfd,id=ram,size={mib}M,share=on"),
-            Backing::File(path) => {
-                let path = path.display();
-                format!("memory-backend-file,id=ram,size={mib}M,share=on,mem-path={path}")
-            }
+        let backend = match &self.backing {
+            Backing::Anonymous => return format!("-machine pc{merge}"),
+            Backing::Memfd => "memfd".into(),
+            Backing::File(path) => format!("file,mem-path={}", path.display()),
         };
-        let machine = format!("pc,memory-backend=ram{merge}");
-        vec!["-object".into(), object, "-machine".into(), machine]
+        format!(
+            "-object memory-backend-{backend},id=ram,size={mib}M,share=on \
+             -machine pc,memory-backend=ram{merge}"
+        )
     }
 
     /// Timer checks and watchdogs misfire where a vCPU may not run for a while.

@@ -4,14 +4,14 @@ use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::thread;
 
 use rustix::thread::disable_transparent_huge_pages;
 
 use super::VmConfig;
-use crate::LabError;
 use crate::image::Image;
+use crate::{LabError, lock};
 
 /// Makes a run directory a user's own, with copies of the image: the cache may lie
 /// where only the lab's user may look.
@@ -81,7 +81,7 @@ pub(crate) fn on_lasting_thread(command: Command, small_pages: bool) -> std::io:
     });
     let (answer, answered) = channel();
     let gone = |_| std::io::Error::other("the thread that starts VMs is gone");
-    let sender = starter.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let sender = lock(starter).clone();
     sender.send((command, small_pages, answer)).map_err(|e| gone(e.to_string()))?;
     answered.recv().map_err(|e| gone(e.to_string()))?
 }

@@ -289,14 +289,14 @@ fn vm_a_qemu_that_stops_or_ends_is_noticed_and_does_not_touch_the_others() {
     wait_ready();
     let silence = || std::thread::sleep(Duration::from_secs(8));
     // All of them: the host has stood still, and they are asked again at once.
-    vms.iter().for_each(|vm| signal(vm.pid(), Signal::STOP));
+    vms.iter().for_each(|vm| signal(vm.pid, Signal::STOP));
     wait_link(&names, "slow");
     silence();
-    vms.iter().for_each(|vm| signal(vm.pid(), Signal::CONT));
+    vms.iter().for_each(|vm| signal(vm.pid, Signal::CONT));
     wait_link(&names, "up");
     wait_ready();
     // One alone.
-    signal(vms[0].pid(), Signal::STOP);
+    signal(vms[0].pid, Signal::STOP);
     wait_link(&["stop1"], "slow");
     let state = daemon.state().unwrap();
     assert_eq!(link(&state, "stop2").as_deref(), Some("up"), "the other goes on: {state}");
@@ -307,7 +307,7 @@ fn vm_a_qemu_that_stops_or_ends_is_noticed_and_does_not_touch_the_others() {
         "a hung QEMU must not hold the tick"
     );
     silence();
-    signal(vms[0].pid(), Signal::CONT);
+    signal(vms[0].pid, Signal::CONT);
     wait_link(&["stop1"], "up");
     let left_alone = |s: &Value| of(s, "stop1")["standing"].to_string().contains("not heard");
     daemon.wait_for("left alone", MINUTE, left_alone).unwrap();

@@ -65,20 +65,15 @@ fn wait_vm(daemon: &Daemon, name: &str, what: &str, is: impl FnMut(&Value) -> bo
     daemon.wait_for_vm(name, what, PATIENCE, is).unwrap();
 }
 
-fn wait_up(daemon: &Daemon, name: &str) {
-    let is_up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
-    wait_vm(daemon, name, "statistics", is_up);
-}
-
 fn wait_down(daemon: &Daemon, name: &str) {
     wait_vm(daemon, name, "a link that is down", |vm| vm["link"]["state"] != "up");
 }
 
 /// Has its guest hold more than it was left with, and waits until it was given that.
 fn needs_memory(domain: &Domain, daemon: &Daemon, name: &str) {
-    domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
+    domain.tool.start_ready("hog", "hold", HOG, PATIENCE).unwrap();
     wait_given(daemon, name);
-    domain.tool().stop("hog").unwrap();
+    domain.tool.stop("hog").unwrap();
 }
 
 /// Waits until it has more than it was left with.
@@ -145,7 +140,7 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     let daemon = start_with(&libvirtd, dir.path(), &["tame", "rigid"], theirs);
     wait_up(&daemon, "tame");
     let vm = daemon.vm("tame").unwrap();
-    assert_eq!(vm["pid"].as_u64(), Some(u64::from(domain.pid())), "{vm}");
+    assert_eq!(vm["pid"].as_u64(), Some(u64::from(domain.pid)), "{vm}");
     assert_eq!((vm["ram"].as_u64(), vm["deflate_on_oom"].as_bool()), (Some(RAM.0), Some(true)));
     wait_vm(&daemon, "rigid", "a link without a balloon", |vm| vm["link"]["state"] == "up");
     squeeze_balloon(&libvirtd, &daemon, "tame", Bytes::mib(300));
@@ -162,12 +157,12 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     let daemon = start(&libvirtd, dir.path(), &["tame"]);
     wait_up(&daemon, "tame");
     daemon.squeeze("tame", Bytes::mib(300)).unwrap();
-    domain.tool().start_ready("hog", "hold", HOG, PATIENCE).unwrap();
+    domain.tool.start_ready("hog", "hold", HOG, PATIENCE).unwrap();
     // Its guest may deflate the balloon itself: its word has to show that it needed that.
     wait_vm(&daemon, "tame", "what the guest needs", |vm| {
         vm["actual"].as_u64().min(vm["need"].as_u64()) > Some(Bytes::mib(330).0)
     });
-    domain.tool().stop("hog").unwrap();
+    domain.tool.stop("hog").unwrap();
     // What a crash leaves owed is returned through libvirt.
     daemon.squeeze("tame", Bytes::mib(300)).unwrap();
     let config = daemon.config();
@@ -213,10 +208,10 @@ fn vm_a_libvirtd_that_dies_or_hangs_loses_nothing_and_holds_nobody_up() {
 
     // A QEMU that hangs: its neighbour is asked and told as before.
     wait_up(&daemon, "spared");
-    signal(one.pid(), Signal::STOP);
+    signal(one.pid, Signal::STOP);
     wait_down(&daemon, "hit");
     wait_up(&daemon, "spared");
-    signal(one.pid(), Signal::CONT);
+    signal(one.pid, Signal::CONT);
     wait_up(&daemon, "hit");
 
     // A libvirtd that hangs: ticks go on in time.
@@ -249,7 +244,7 @@ fn vm_a_domain_that_libvirt_has_locked_holds_no_other_up() {
         let helped = || -> Result<(), Box<dyn std::error::Error>> {
             let down = |vm: &Value| vm["link"]["state"] != "up";
             daemon.wait_for_vm("locked", "a link that is down", PATIENCE, down)?;
-            one.tool().start_ready("hog", "hold", HOG, PATIENCE)?;
+            one.tool.start_ready("hog", "hold", HOG, PATIENCE)?;
             let given = |vm: &Value| vm["actual"].as_u64() > Some(Bytes::mib(330).0);
             Ok(daemon.wait_for_vm("free", "what the guest needs", BEFORE_GIVEN_UP, given)?)
         };
@@ -285,7 +280,7 @@ fn vm_what_virsh_does_meanwhile_is_respected() {
     wait_gone(&daemon, "busy");
     virsh(&["restore", &file]);
     wait_up(&daemon, "busy");
-    assert_ne!(daemon.vm("busy").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
+    assert_ne!(daemon.vm("busy").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid)));
     // Not while Ebb gives: what `setmem` adds to that is an operator's size.
     wait_vm(&daemon, "busy", "nothing that is owed", |vm| vm["ballooned"] == 0);
     virsh(&["setmem", "busy", "512M", "--live"]);

@@ -19,15 +19,15 @@ mod soak;
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::sleep;
 
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Attach, HugePages, Recycle, Status};
 use ebb_host::agent::AgentError;
 use ebb_host::qmp;
-use ebb_lab::Background;
 use ebb_lab::vm::VmError;
+use ebb_lab::{Background, lock};
 
 use super::*;
 
@@ -245,10 +245,6 @@ impl Recycling {
     fn stop(mut self) -> Agent {
         self.thread.end()
     }
-}
-
-fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
-    seen.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A connection to a VM's agent that has been told where RAM is.

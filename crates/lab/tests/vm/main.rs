@@ -92,13 +92,13 @@ fn stock(name: &str, ram: Bytes) -> VmConfig {
 /// What `verify` checked until now is what it wrote.
 fn stop_verify(vm: &Vm) {
     let end = vm.tool().stop("v").unwrap();
-    assert!(end.u64("errors") == 0 && end.u64("checks") > 0, "{}: {end:?}", vm.name());
+    assert!(end.u64("errors") == 0 && end.u64("checks") > 0, "{}: {end:?}", vm.name);
 }
 
 /// What `hold` holds is what it wrote.
 fn holds_what_it_wrote(vm: &Vm) {
     let held = vm.poked("h", 2 * MINUTE).unwrap();
-    assert!(held.u64("errors") == 0 && held.u64("checks") > 0, "{}: {held:?}", vm.name());
+    assert!(held.u64("errors") == 0 && held.u64("checks") > 0, "{}: {held:?}", vm.name);
 }
 
 /// Both.
@@ -163,6 +163,12 @@ fn watch(names: &[&str], config: &str) -> (TempDir, Daemon) {
     let dir = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(dir.path(), names, config).unwrap();
     (dir, daemon)
+}
+
+/// Waits until a VM's guest has told the daemon of itself, which may take long beside other VMs.
+fn wait_up(daemon: &Daemon, name: &str) {
+    let is_up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
+    daemon.wait_for_vm(name, "statistics", 3 * MINUTE, is_up).unwrap();
 }
 
 /// Waits until it is done; `said` is what is told where it does not come to that.

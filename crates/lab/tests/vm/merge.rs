@@ -145,7 +145,7 @@ fn vm_a_report_says_what_every_page_read_one_by_one_says() {
     assert!(bytes(&said["split"]["across"]) > Bytes::mib(8), "{said:#}");
     // One VM alone has no neighbours.
     let alone = report(dir.path(), &["--full", "mg1"]);
-    let own = Truth::of(&[vms[0].pid()]).unwrap();
+    let own = Truth::of(&[vms[0].pid]).unwrap();
     assert!(everything(&alone).abs_diff(own.ideal()) <= own.ideal().share(0.01), "{alone:#}");
     assert_eq!(bytes(&alone["split"]["between"]) + bytes(&alone["split"]["across"]), Bytes::ZERO);
 }
@@ -283,8 +283,8 @@ fn vm_with_the_agent_ranges_are_merged_and_the_rest_is_recycled() {
     for (i, vm) in vms.iter().enumerate() {
         let open = number(&state["vms"][i]["agent"]["open"]);
         let (merged, again) = (merged(&state)[i], recycled(&state["vms"][i]));
-        println!("{}: {} open, {merged} pages merged, {again} recycled", vm.name(), Bytes(open));
-        assert!(open < vm.memory().0, "never as a whole");
+        println!("{}: {} open, {merged} pages merged, {again} recycled", vm.name, Bytes(open));
+        assert!(open < vm.memory.0, "never as a whole");
         stop_verify(vm);
     }
     assert!(!daemon.log().contains("out of KSM"), "{}", daemon.log());
@@ -362,14 +362,14 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
     let before = Truth::of(&pids(vms)).unwrap();
     let key = random_key().unwrap();
     for vm in vms {
-        let mut agent = Agent::connect(sockets.join(format!("{}.agent", vm.name()))).unwrap();
+        let mut agent = Agent::connect(sockets.join(format!("{}.agent", vm.name))).unwrap();
         let attachment = guest_stack::attachment(vm).unwrap();
         let segments = attachment.segments.clone();
         let attach = Attach { running: false, keep_open: true, ..attachment };
         agent.attach(attach, None, MINUTE).unwrap();
         let link = agent.hashes(&segments, MINUTE).unwrap();
-        let memory = File::open(format!("/proc/{}/mem", vm.pid())).unwrap();
-        let pagemap = File::open(format!("/proc/{}/pagemap", vm.pid())).unwrap();
+        let memory = File::open(format!("/proc/{}/mem", vm.pid)).unwrap();
+        let pagemap = File::open(format!("/proc/{}/pagemap", vm.pid)).unwrap();
         let mut compared = 0;
         for s in &segments {
             for start in (s.hva..s.hva + s.size).step_by(32 << 20) {
@@ -381,9 +381,9 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
                     let ranges = vec![range];
                     let told =
                         link.ask(&HashRequest { secret: *key.secret(), lines, ranges }).unwrap();
-                    assert_eq!((told.held, told.free), (present.len() as u64, 0), "{}", vm.name());
+                    assert_eq!((told.held, told.free), (present.len() as u64, 0), "{}", vm.name);
                     let numbers: Vec<u64> = told.pages.iter().map(|p| p.0).collect();
-                    assert_eq!(numbers, present, "{}", vm.name());
+                    assert_eq!(numbers, present, "{}", vm.name);
                     for (number, hash) in told.pages {
                         let mut page = [0; 4096];
                         memory.read_exact_at(&mut page, number * 4096).unwrap();
@@ -391,13 +391,13 @@ fn what_agents_tell_is_what_is_there(sockets: &Path, vms: &[Vm]) {
                             true => key.of_page_lines(&page),
                             false => key.page(&page).unwrap_or(0),
                         };
-                        assert_eq!(hash, want, "{}: {number:#x}", vm.name());
+                        assert_eq!(hash, want, "{}: {number:#x}", vm.name);
                         compared += 1;
                     }
                 }
             }
         }
-        println!("{}: {compared} pages hashed as from outside", vm.name());
+        println!("{}: {compared} pages hashed as from outside", vm.name);
         assert!(compared > 20_000, "{compared}");
     }
     let after = Truth::of(&pids(vms)).unwrap();
@@ -423,8 +423,8 @@ fn truth(vms: &[Vm]) -> Truth {
 
 /// What a VM's mappings show of its RAM, its largest piece of memory.
 fn mapped(vm: &Vm) -> MemoryBlock {
-    let start = read_stat(&Root::default(), vm.pid()).unwrap().unwrap().start;
-    let blocks = ksm_state(&Root::default(), VmId { pid: vm.pid(), start }).unwrap().blocks;
+    let start = read_stat(&Root::default(), vm.pid).unwrap().unwrap().start;
+    let blocks = ksm_state(&Root::default(), VmId { pid: vm.pid, start }).unwrap().blocks;
     blocks.into_iter().max_by_key(|b| b.range.len).unwrap()
 }
 
@@ -433,7 +433,7 @@ fn open(vm: &Vm) -> bool {
 }
 
 fn pids(vms: &[Vm]) -> Vec<u32> {
-    vms.iter().map(Vm::pid).collect()
+    vms.iter().map(|vm| vm.pid).collect()
 }
 
 /// Sets one of KSM's knobs until the arena puts it back.

@@ -101,7 +101,7 @@ impl Guest {
         match self.vm.request(&format!("sh oom=-900 cmd={command}"), 5 * MINUTE) {
             Ok(_) => {}
             Err(VmError::Tool { error: ToolError::Refused { why, .. }, .. }) if why == "killed" => {
-                println!("{}: {kind} was killed", self.vm.name());
+                println!("{}: {kind} was killed", self.vm.name);
             }
             Err(e) => panic!("{e}"),
         }

@@ -19,8 +19,8 @@ fn vm_cold_memory_goes_to_swap_and_comes_back_whole() {
     vm.tool().start("v", "verify", "size=67108864 seconds=100000 seed=7").unwrap();
 
     let root = Root::default();
-    let start = read_stat(&root, vm.pid()).unwrap().unwrap().start;
-    let id = VmId { pid: vm.pid(), start };
+    let start = read_stat(&root, vm.pid).unwrap().unwrap().start;
+    let id = VmId { pid: vm.pid, start };
     let before = read_status(&root, id.pid).unwrap().unwrap();
     let mut host = LinuxHost::new(Options { look_only: true, ..Options::default() }).unwrap();
     let said = |host: &mut LinuxHost| {

@@ -70,13 +70,9 @@ fn at_work() -> (Arena, Vm, TempDir, Daemon, PathBuf) {
     (config.kernel, config.backing) = (Kernel::V6_12, Backing::Memfd);
     let socket = guest_stack::prepare(&mut config, dir.path()).unwrap();
     let vm = guest_stack::boot(&[config]).unwrap().remove(0);
-    let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
+    let daemon = Daemon::start(dir.path(), &[&vm.name], PRIVATE).unwrap();
     daemon.wait_for_tier("guest").unwrap();
     (arena, vm, dir, daemon, socket)
-}
-
-fn start_verify(vm: &Vm) {
-    vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
 }
 
 /// The disk as the guest reads it, `times` over, past its page cache; what differs.
@@ -93,7 +89,7 @@ fn vm_hands_off_holds_and_devices_that_are_plugged_in_lose_nothing() {
     let (_arena, vm, dir, daemon, socket) = at_work();
     let daemon =
         hands_off_ends_when_nothing_touches_the_vm_any_more(&vm, dir.path(), daemon, &socket);
-    start_verify(&vm);
+    vm.tool().start_ready("v", "verify", "size=100000000 seconds=100000", MINUTE).unwrap();
     tripwires_are_lifted_before_a_device_pins_memory(&vm, &daemon);
     a_vhost_user_disk_loses_nothing(&vm, dir.path(), &daemon);
     stop_verify(&vm);
@@ -103,7 +99,7 @@ fn vm_hands_off_holds_and_devices_that_are_plugged_in_lose_nothing() {
 fn a_vhost_user_disk_loses_nothing(vm: &Vm, dir: &Path, daemon: &Daemon) {
     let backend = Backend::start(dir);
     // All that is free, at once, again and again, while the device comes.
-    let was = recycled(&daemon.vm(vm.name()).unwrap());
+    let was = recycled(&daemon.vm(&vm.name).unwrap());
     let again = |s: &Value| {
         touch_and_free(vm, Bytes::mib(64));
         daemon.reclaim().unwrap();
@@ -123,7 +119,7 @@ fn a_vhost_user_disk_loses_nothing(vm: &Vm, dir: &Path, daemon: &Daemon) {
         reader.join().unwrap()
     });
     assert_eq!(wrong, 0);
-    let why = daemon.vm(vm.name()).unwrap()["agent"]["why"].to_string();
+    let why = daemon.vm(&vm.name).unwrap()["agent"]["why"].to_string();
     assert!(why.contains("vhost-user"), "{why}");
     // Plugged out, the agent works again.
     vm.qmp("device_del", Some(json!({ "id": "plugged" }))).unwrap();
@@ -162,7 +158,7 @@ fn tripwires_are_lifted_before_a_device_pins_memory(vm: &Vm, daemon: &Daemon) {
         u64::from_str_radix(&hex, 16).unwrap_or_else(|_| panic!("{said}"))
     };
     let wires = [address(0), address(0x6000)];
-    let open = || File::options().read(true).write(true).open(format!("/proc/{}/mem", vm.pid()));
+    let open = || File::options().read(true).write(true).open(format!("/proc/{}/mem", vm.pid));
     let memory = open().unwrap();
     let pin = |at: u64| {
         let mut byte = [0];
@@ -189,16 +185,16 @@ fn hands_off_ends_when_nothing_touches_the_vm_any_more(
     daemon: Daemon,
     socket: &Path,
 ) -> Daemon {
-    ebb_says(dir, &["hands-off", vm.name(), "--for", "5min"]);
+    ebb_says(dir, &["hands-off", &vm.name, "--for", "5min"]);
     // The agent is free: it would serve another daemon now, and guards nothing.
-    let maps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid())).unwrap();
+    let maps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid)).unwrap();
     assert!(!maps.lines().any(|l| l.starts_with("VmFlags:") && l.contains(" uw")));
     let mut other = Agent::connect(socket).unwrap();
     other.hello(MINUTE).unwrap();
     drop(other);
     daemon.reclaim().unwrap();
     std::thread::sleep(Duration::from_secs(2));
-    let shown = daemon.vm(vm.name()).unwrap();
+    let shown = daemon.vm(&vm.name).unwrap();
     assert_eq!(shown["hands_off"]["done"], true, "{shown}");
     assert!(shown["standing"].to_string().contains("hands off"), "{shown}");
     // It holds for a daemon that is killed in between.
@@ -206,7 +202,7 @@ fn hands_off_ends_when_nothing_touches_the_vm_any_more(
     let daemon = Daemon::start_again(dir, &[]).unwrap();
     let held = |s: &Value| s["vms"][0]["hands_off"]["done"] == true;
     daemon.wait_for("hands off", MINUTE, held).unwrap();
-    ebb_says(dir, &["hands-on", vm.name()]);
+    ebb_says(dir, &["hands-on", &vm.name]);
     daemon.wait_for_tier("guest").unwrap();
     let (code, _, err) = run_in(dir, &["hands-off", "nobody"]).unwrap();
     assert!(code != 0 && err.contains("nobody"), "{err}");

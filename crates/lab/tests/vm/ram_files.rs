@@ -48,7 +48,7 @@ fn vm_what_a_full_tmpfs_cannot_hold_again_is_not_given_back() {
     guest_stack::prepare(&mut config, dir.path()).unwrap();
     let vm = guest_stack::boot(&[config]).unwrap().remove(0);
     vm.tool().start("v", "verify", "size=33554432 seconds=100000").unwrap();
-    let daemon = Daemon::start(dir.path(), &[vm.name()], PRIVATE).unwrap();
+    let daemon = Daemon::start(dir.path(), &[&vm.name], PRIVATE).unwrap();
     daemon.wait_for_tier("guest").unwrap();
 
     // What is free before another program comes is given back.
@@ -67,13 +67,13 @@ fn vm_what_a_full_tmpfs_cannot_hold_again_is_not_given_back() {
     rustix::fs::fallocate(&other, rustix::fs::FallocateFlags::empty(), 0, (mount.free() - lacks).0)
         .unwrap();
     let is_told = |vm: &Value| vm["pinned"].to_string().contains("tmpfs with a size limit");
-    daemon.wait_for_vm(vm.name(), "a mount that is too full", MINUTE, is_told).unwrap();
-    let text = ebb_says(dir.path(), &["explain", vm.name()]);
+    daemon.wait_for_vm(&vm.name, "a mount that is too full", MINUTE, is_told).unwrap();
+    let text = ebb_says(dir.path(), &["explain", &vm.name]);
     assert!(text.contains("and VMs may still touch"), "{text}");
     vm.tool().stop("h").unwrap();
     let (full, size) = (held(), vm.balloon().unwrap());
     for _ in 0..3 {
-        ebb_lab::ebb::run_in(dir.path(), &["reclaim", vm.name()]).unwrap();
+        ebb_lab::ebb::run_in(dir.path(), &["reclaim", &vm.name]).unwrap();
     }
     assert!(held() >= full - Bytes::mib(8), "{full}, {}; {}", held(), daemon.log());
     assert!(vm.balloon().unwrap() >= size, "{}", daemon.log());

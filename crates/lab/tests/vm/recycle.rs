@@ -40,10 +40,10 @@ fn boot(arena: &Arena, kernel: Kernel, memory: RamKind, faults: &str) -> Place {
     let mut place = booted.unwrap();
     let segments = guest_stack::attachment(&place.vm).unwrap().segments;
     let total: Bytes = segments.iter().map(|s| Bytes(s.size)).sum();
-    assert_eq!(total, place.vm.memory(), "{segments:?}");
+    assert_eq!(total, place.vm.memory, "{segments:?}");
     place.attach().unwrap();
     let peer = place.agent().unwrap().peer_pid();
-    assert_eq!(peer, Some(place.vm.pid()));
+    assert_eq!(peer, Some(place.vm.pid));
     place
 }
 

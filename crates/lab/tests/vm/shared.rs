@@ -99,11 +99,6 @@ fn interval(vm: &Vm) -> u64 {
     vm.qmp("qom-get", Some(qmp_balloon::get(BALLOON, INTERVAL))).unwrap().as_u64().unwrap()
 }
 
-fn wait_up(daemon: &Daemon, name: &str) {
-    let up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
-    daemon.wait_for_vm(name, "statistics", MINUTE, up).unwrap();
-}
-
 /// Once the guest has said how it is.
 fn squeeze(daemon: &Daemon, name: &str) {
     wait_up(daemon, name);
@@ -118,13 +113,13 @@ fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fai
     // As somebody else has set it.
     let slow = qmp_balloon::set(BALLOON, INTERVAL, json!(7));
     vm.qmp("qom-set", Some(slow)).unwrap();
-    let manager = Manager::start(vm.qmp_path());
+    let manager = Manager::start(vm.qmp_path.clone());
     std::thread::sleep(Duration::from_secs(1));
     let (failed, waits) = manager.end();
     assert_eq!(failed, [""; 0]);
     show("without Ebb", &waits);
 
-    let manager = Manager::start(vm.qmp_path());
+    let manager = Manager::start(vm.qmp_path.clone());
     let (dir, daemon) = watch(&["vm100"], "");
     wait_up(&daemon, "vm100");
     assert_eq!(daemon.vm("vm100").unwrap()["shared"]["with"], "Proxmox VE");
@@ -167,18 +162,18 @@ fn vm_a_hung_qemu_on_a_managers_socket_has_one_client_of_ebb_in_its_queue_and_st
     let vm = start("vm101", 101);
     let (dir, daemon) = watch(&["vm101"], "");
     squeeze(&daemon, "vm101");
-    signal(vm.pid(), Signal::STOP);
+    signal(vm.pid, Signal::STOP);
     let slow = |s: &Value| of(s, "vm101")["link"]["state"] == "slow";
     daemon.wait_for("a slow QEMU", MINUTE, slow).unwrap();
     std::thread::sleep(Duration::from_secs(3));
-    let path = vm.qmp_path().display().to_string();
+    let path = vm.qmp_path.display().to_string();
     let all = std::fs::read_to_string("/proc/net/unix").unwrap();
     // State 02: not accepted.
     let waiting = |l: &&str| l.ends_with(&path) && l.split_ascii_whitespace().nth(5) == Some("02");
     assert_eq!(all.lines().filter(waiting).count(), 1, "{all}");
     assert_eq!(daemon.end().0, Some(2), "something is left");
-    signal(vm.pid(), Signal::CONT);
-    ask(&vm.qmp_path(), "query-status", None).unwrap();
+    signal(vm.pid, Signal::CONT);
+    ask(&vm.qmp_path, "query-status", None).unwrap();
     ebb_says(dir.path(), &["release"]);
     is(&vm, "all that it is owed", |size| size == RAM);
 }

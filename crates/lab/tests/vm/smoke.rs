@@ -30,7 +30,7 @@ fn vm_both_kernels_boot_with_every_vcpu_and_keep_their_memory() {
         config.cpus = 3;
         let mut vm = Vm::start(&config).unwrap();
         let ping = vm.request("ping", MINUTE).unwrap();
-        assert_eq!(ping.str("kernel"), vm.release());
+        assert_eq!(ping.str("kernel"), vm.release);
         let online = |vm: &Vm| vm.tool().sh("cat /sys/devices/system/cpu/online", MINUTE).unwrap();
         assert_eq!(online(&vm), "0-2\n");
         let tool = vm.tool();
@@ -137,8 +137,8 @@ fn vm_a_disk_fills_the_page_cache() {
 fn vm_that_dies_is_lost_and_not_a_failure() {
     let _arena = held();
     let vm = Vm::start(&config("killed", Kernel::V6_1)).unwrap();
-    let dir = vm.run_dir().to_path_buf();
-    let pid = vm.pid();
+    let dir = vm.run_dir.clone();
+    let pid = vm.pid;
     vm.kill();
     assert!(matches!(vm.request("ping", MINUTE), Err(VmError::Lost { .. })));
     assert!(matches!(vm.balloon(), Err(VmError::Lost { .. })));
@@ -161,17 +161,17 @@ fn vm_that_dies_is_lost_and_not_a_failure() {
 
 /// Flips one bit in guest pages that `verify` has sealed; returns how many.
 fn flip_bits(vm: &Vm, seed_word: u64) -> usize {
-    let maps = fs::read_to_string(format!("/proc/{}/maps", vm.pid())).unwrap();
+    let maps = fs::read_to_string(format!("/proc/{}/maps", vm.pid)).unwrap();
     let ram = maps.lines().find_map(|line| {
         let (from, to) = line.split_once(' ')?.0.split_once('-')?;
         let parse = |v| u64::from_str_radix(v, 16).ok();
         let (from, to) = (parse(from)?, parse(to)?);
-        (to - from == vm.memory().0).then_some(from)
+        (to - from == vm.memory.0).then_some(from)
     });
-    let file = format!("/proc/{}/mem", vm.pid());
+    let file = format!("/proc/{}/mem", vm.pid);
     let memory = fs::OpenOptions::new().read(true).write(true).open(file).unwrap();
     let (ram, mut flipped) = (ram.expect("guest RAM is one mapping"), 0);
-    for page in (ram..ram + vm.memory().0).step_by(4096) {
+    for page in (ram..ram + vm.memory.0).step_by(4096) {
         let mut head = [0; 8];
         if memory.read_at(&mut head, page).is_ok() && u64::from_le_bytes(head) == seed_word {
             memory.read_at(&mut head, page + 800).unwrap();

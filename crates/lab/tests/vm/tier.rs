@@ -41,7 +41,7 @@ impl Place {
     }
 
     fn daemon(&self, config: &str) -> Daemon {
-        let daemon = Daemon::start(self.dir.path(), &[self.vm.name()], config).unwrap();
+        let daemon = Daemon::start(self.dir.path(), &[&self.vm.name], config).unwrap();
         daemon.wait_for_tier("guest").unwrap();
         daemon
     }
@@ -78,7 +78,7 @@ fn vm_what_a_guest_frees_returns_by_itself_and_at_once_when_asked_for() {
         let was = recycled().unwrap();
         let full = place.fill_and_free();
         let asked = Instant::now();
-        let out = ebb_says(place.dir.path(), &["reclaim", place.vm.name(), "--json"]);
+        let out = ebb_says(place.dir.path(), &["reclaim", &place.vm.name, "--json"]);
         let came: Value = serde_json::from_str(&out).unwrap();
         let share = (full - place.usage()).fraction_of(full - before);
         println!("{kernel}: asked for: {:.1} % back, {:?}; {came}", share * 100.0, asked.elapsed());

@@ -26,7 +26,7 @@ fn works(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     load(&mut config, &library, &dir.path().join("load.agent"));
     let vm = Vm::start(&config).unwrap();
     if config.user.is_some() {
-        unprivileged(vm.pid());
+        unprivileged(vm.pid);
     }
     guest_stack::load(&vm).unwrap();
 
@@ -54,7 +54,7 @@ fn works(kernel: Kernel, load: impl FnOnce(&mut VmConfig, &Path, &Path)) {
     }
     assert!(daemon.stop());
     if config.user.is_some() {
-        hashes_with_weight(&arena, &state_dir, vm.pid());
+        hashes_with_weight(&arena, &state_dir, vm.pid);
     }
     vm.request("ping", MINUTE).unwrap();
 }

@@ -30,7 +30,7 @@ fn boot(names: &[&str], small_pages: bool, arena: &Arena) -> Vec<Vm> {
 }
 
 fn ram(vm: &Vm) -> Vec<Region> {
-    let all = read_smaps(&Root::default(), vm.pid()).unwrap().unwrap();
+    let all = read_smaps(&Root::default(), vm.pid).unwrap().unwrap();
     guest_ram(&all).into_iter().cloned().collect()
 }
 
@@ -41,7 +41,7 @@ fn in_huge_pages(vm: &Vm) -> Bytes {
 /// Pages of a paused VM that are in swap, and how many of those are no zeros.
 fn swapped(vm: &Vm) -> (u64, u64) {
     const SWAPPED: u64 = 1 << 62;
-    let open = |name| File::open(format!("/proc/{}/{name}", vm.pid())).unwrap();
+    let open = |name| File::open(format!("/proc/{}/{name}", vm.pid)).unwrap();
     let (map, mem) = (open("pagemap"), open("mem"));
     let (mut word, mut page, mut all) = ([0; 8], [0; PAGE as usize], (0, 0));
     for r in ram(vm) {

@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use ebb_core::tick::{Engine, Host};
 use ebb_core::units::Bytes;
 use ebb_sim::compare::in_parallel;
-use ebb_sim::law::{Breach, Laws};
+use ebb_sim::controllers::{RunResult, ebb};
+use ebb_sim::law::Breach;
 use ebb_sim::scenario::crowd;
-use ebb_sim::{Controller, Score, Setup, World};
+use ebb_sim::{Controller, Score, Setup};
 use serde::Serialize;
 
 use super::{emit, emit_json, threads};
@@ -57,11 +57,11 @@ struct ScaleResult {
     tick_max_ms: f64,
 }
 
-/// Simulates with and without Ebb, tells what became of both, and what a tick
-/// costs (observe, model, decide, learn; sampling is the simulator's).
+/// Simulates with and without Ebb, tells what became of both, and what a tick costs.
 pub fn run(run: &Run, json: bool) -> Result<()> {
     let setup = run.setup();
-    let (with_ebb, laws_broken, mut cost) = timed(&setup);
+    let mut cost = Vec::new();
+    let RunResult { score: with_ebb, broken: laws_broken } = ebb(&setup, |_, tick| cost.push(tick));
     let without = Controller::None.run(&setup).score;
     cost.sort();
     let ms = |d: Duration| d.as_secs_f64() * 1000.0;
@@ -84,24 +84,6 @@ pub fn run(run: &Run, json: bool) -> Result<()> {
     match result.laws_broken.first() {
         None => Ok(()),
         Some(law) => bail!("{} laws broken, the first: {law}", result.laws_broken.len()),
-    }
-}
-
-fn timed(setup: &Setup) -> (Score, Vec<Breach>, Vec<Duration>) {
-    let config = setup.config();
-    let mut world = World::new(setup);
-    let mut laws = Laws::new(&config);
-    let mut engine = Engine::new(config, false);
-    let mut cost = Vec::new();
-    loop {
-        let outside = world.outside;
-        let started = Instant::now();
-        let (tick, model) = engine.step(&mut world);
-        cost.push(started.elapsed().saturating_sub(world.outside - outside));
-        laws.check(&world, &tick);
-        if !world.wait(&engine.next(&model)) {
-            return (world.score(), laws.broken, cost);
-        }
     }
 }
 

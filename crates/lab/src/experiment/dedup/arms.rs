@@ -27,6 +27,7 @@ use super::governor::Governor;
 use crate::arena::{Arena, knob_value, steadily};
 use crate::ebb::Daemon;
 use crate::experiment::scan::target;
+use crate::experiment::stage::names;
 use crate::vm::{Vm, cpu_s, threads};
 
 const KSM: &str = "/sys/kernel/mm/ksm";
@@ -152,7 +153,7 @@ impl<'a> Runner<'a> {
     }
 
     pub fn pids(&self) -> Vec<u32> {
-        self.vms.iter().map(Vm::pid).collect()
+        self.vms.iter().map(|vm| vm.pid).collect()
     }
 
     /// Whether this kernel has what it needs.
@@ -339,14 +340,13 @@ struct Running {
 
 impl Running {
     fn start(dir: &Path, vms: &[Vm], cores: f64, before: f64) -> Result<Running> {
-        let names: Vec<&str> = vms.iter().map(Vm::name).collect();
         let config = format!(
             "\n[merge]\nmode = \"on\"\ncpu = \"{:.0}%\"\ncpu_clear = \"{0:.0}%\"\nscan = \"{}s\"",
             cores * 100.0,
             SCAN_EVERY.as_secs()
         );
         let agents = agents(vms)?;
-        let daemon = Daemon::start(dir, &names, &config)?;
+        let daemon = Daemon::start(dir, &names(vms), &config)?;
         Ok(Running { daemon, before, agents, began: Instant::now(), worked: None })
     }
 
@@ -399,7 +399,7 @@ impl Running {
 fn agents(vms: &[Vm]) -> Result<f64> {
     let mut all = 0.0;
     for vm in vms {
-        let ours = threads(vm.pid())?.into_iter().filter(|(_, name, _)| name.starts_with("ebb"));
+        let ours = threads(vm.pid)?.into_iter().filter(|(_, name, _)| name.starts_with("ebb"));
         all += ours.map(|(_, _, seconds)| seconds).sum::<f64>();
     }
     Ok(all)

@@ -63,7 +63,7 @@ pub fn run(trial: &Trial, outcome: &mut ExperimentResult) -> Result<()> {
         turn(co, &vms, arm, trial.size(256).share(MERGING))
     })?;
     let stat = co.ask(|tool| tool.stop("c"))?;
-    anyhow::ensure!(stat.u64("cycles") > 0, "{}: it did not run: {:?}", co.name(), stat.0);
+    anyhow::ensure!(stat.u64("cycles") > 0, "{}: it did not run: {:?}", co.name, stat.0);
     turns.add(outcome, ExperimentResult::add_median, str::to_string);
     turns.add_ratios(outcome, ARMS[0], &["p50", "p99"], str::to_string);
     Ok(())

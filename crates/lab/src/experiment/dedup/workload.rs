@@ -123,7 +123,7 @@ impl Fleet {
     }
 
     pub fn pids(&self) -> Vec<u32> {
-        self.vms.iter().map(Vm::pid).collect()
+        self.vms.iter().map(|vm| vm.pid).collect()
     }
 
     pub fn pause(&self) -> Result<()> {
@@ -162,7 +162,7 @@ impl Fleet {
         let sum = said.u64("sum");
         match sum == self.sum {
             true => Ok(()),
-            false => bail!("{}: the file reads as another one: {sum} for {}", vm.name(), self.sum),
+            false => bail!("{}: the file reads as another one: {sum} for {}", vm.name, self.sum),
         }
     }
 
@@ -203,12 +203,12 @@ impl Fleet {
         for vm in &self.vms {
             let v = vm.ask(|tool| tool.stop("v"))?;
             if v.u64("errors") > 0 || v.u64("checks") == 0 {
-                bail!("{}: memory changed: {:?}", vm.name(), v.0);
+                bail!("{}: memory changed: {:?}", vm.name, v.0);
             }
             if self.workload.holds(self.share).is_some() {
                 let h = vm.poked("h", 2 * MINUTE)?;
                 if h.u64("errors") > 0 || h.u64("checks") != self.hold.0 / 4096 {
-                    bail!("{}: held memory changed: {:?}", vm.name(), h.0);
+                    bail!("{}: held memory changed: {:?}", vm.name, h.0);
                 }
             }
         }

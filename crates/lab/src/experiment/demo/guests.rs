@@ -57,13 +57,13 @@ impl Guests {
                 Ok(vm.wait_for("its memory back", minute, is)?)
             }),
             Guests::Domains(libvirtd, domains) => domains.iter().try_for_each(|d| {
-                let is = |l: &Libvirtd| l.balloon(d.name()).is_ok_and(|b| b == memory);
-                Ok(libvirtd.wait(&format!("all the memory of {}", d.name()), is)?)
+                let is = |l: &Libvirtd| l.balloon(&d.name).is_ok_and(|b| b == memory);
+                Ok(libvirtd.wait(&format!("all the memory of {}", d.name), is)?)
             }),
         }
     }
 }
 
 fn of_domain(domain: &Domain) -> Guest<'_> {
-    Guest { name: domain.name(), pid: domain.pid(), tool: domain.tool(), vm: None }
+    Guest { name: &domain.name, pid: domain.pid, tool: &domain.tool, vm: None }
 }

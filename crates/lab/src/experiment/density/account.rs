@@ -46,8 +46,8 @@ impl Account {
             }
         }
         for vm in vms {
-            *account.seconds.entry("qemu".into()).or_default() += of(vm.pid());
-            for (_, name, seconds) in threads(vm.pid()).unwrap_or_default() {
+            *account.seconds.entry("qemu".into()).or_default() += of(vm.pid);
+            for (_, name, seconds) in threads(vm.pid).unwrap_or_default() {
                 if name.starts_with("ebb") {
                     *account.seconds.entry(name.replace('-', "_")).or_default() += seconds;
                 }
@@ -119,8 +119,8 @@ pub(super) struct Rest {
 pub(super) fn rest(vms: &[Vm]) -> Result<Vec<Rest>> {
     let mut all = Vec::new();
     for vm in vms {
-        let Some(regions) = read_smaps(&Root::default(), vm.pid())? else { continue };
-        let rest = of_regions(&regions, vm.memory());
+        let Some(regions) = read_smaps(&Root::default(), vm.pid)? else { continue };
+        let rest = of_regions(&regions, vm.memory);
         all.push(rest);
     }
     Ok(all)

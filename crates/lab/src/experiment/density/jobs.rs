@@ -181,7 +181,7 @@ impl Jobs {
                 }
             }
             if let Err(e) = self.due(n, vm) {
-                return Ok(Some(format!("{}: {e:#}", vm.name())));
+                return Ok(Some(format!("{}: {e:#}", vm.name)));
             }
         }
         Ok(None)
@@ -204,23 +204,23 @@ impl Jobs {
             }
             ("kept", "progress", _) => {
                 if event.fields.u64("errors") > 0 || event.fields.u64("checks") == 0 {
-                    return Some(format!("{} read what it did not write: {event:?}", vm.name()));
+                    return Some(format!("{} read what it did not write: {event:?}", vm.name));
                 }
                 self.checks += event.fields.u64("checks");
             }
             ("verify", "exit", _) => {
                 let stat = vm.tool().stat("verify").ok()?;
                 if event.fields.str("state") == "failed" || stat.u64("errors") > 0 {
-                    return Some(format!("{} read what it did not write: {:?}", vm.name(), stat.0));
+                    return Some(format!("{} read what it did not write: {:?}", vm.name, stat.0));
                 }
                 if event.fields.str("state") == "killed" {
-                    return Some(format!("{} lost its check to the OOM killer", vm.name()));
+                    return Some(format!("{} lost its check to the OOM killer", vm.name));
                 }
                 self.checks += stat.u64("checks");
             }
             // What was stopped says so too.
             (_, "exit", _) if event.fields.str("state") != "stopped" => {
-                return Some(format!("{} lost a job: {event:?}", vm.name()));
+                return Some(format!("{} lost a job: {event:?}", vm.name));
             }
             _ => {}
         }

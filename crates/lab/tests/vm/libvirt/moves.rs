@@ -17,7 +17,7 @@ fn wait_owed(daemon: &Daemon, name: &str) {
 /// Its guest has written what it checks from then on, and Ebb has seen that it needs that and no
 /// more: one that seems to grow is given more than [`SMALL`] at once.
 fn begin_checks(domain: &Domain, daemon: &Daemon, name: &str) {
-    domain.tool().start_ready("v", "verify", VERIFY, PATIENCE).unwrap();
+    domain.tool.start_ready("v", "verify", VERIFY, PATIENCE).unwrap();
     let needs = |vm: &Value| vm["need"].as_u64() > Some(Bytes::mib(150).0);
     wait_vm(daemon, name, "what the guest needs", needs);
     // Its speed is forgotten.
@@ -64,7 +64,7 @@ fn vm_a_domain_with_a_managed_save_starts_with_its_memory() {
     wait_gone(&daemon, "kept");
     libvirtd.virsh(&["start", "kept"]).unwrap();
     wait_up(&daemon, "kept");
-    assert_ne!(daemon.vm("kept").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid())));
+    assert_ne!(daemon.vm("kept").unwrap()["pid"].as_u64(), Some(u64::from(domain.pid)));
     wait_owed(&daemon, "kept");
     wait_whole(&libvirtd, daemon, &["kept"]);
     check_data(&libvirtd, "kept");

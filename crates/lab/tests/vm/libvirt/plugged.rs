@@ -17,7 +17,7 @@ fn vm_virtio_mem_is_plugged_while_a_domain_is_owed_memory_and_it_is_given_back()
     daemon.squeeze("grown", Bytes::mib(300)).unwrap();
 
     // The device is there, and nothing of it is plugged yet.
-    domain.tool().request("modprobe name=virtio_mem", PATIENCE).unwrap();
+    domain.tool.request("modprobe name=virtio_mem", PATIENCE).unwrap();
     let file = libvirtd.dir().join("device.xml");
     std::fs::write(&file, DEVICE).unwrap();
     libvirtd.virsh(&["attach-device", "grown", &file.display().to_string(), "--live"]).unwrap();

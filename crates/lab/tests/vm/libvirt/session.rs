@@ -15,7 +15,7 @@ fn vm_a_domain_of_a_users_session_is_ballooned_and_sets_nothing() {
         "<metadata><ebb:memory xmlns:ebb='{NAMESPACE}' min='400MiB' manage='no'/></metadata>"
     );
     let domain = libvirtd.boot("mine", RAM, BALLOON, &metadata).unwrap();
-    let status = fs::read_to_string(format!("/proc/{}/status", domain.pid())).unwrap();
+    let status = fs::read_to_string(format!("/proc/{}/status", domain.pid)).unwrap();
     assert!(status.contains(&format!("Uid:\t{USER}\t{USER}\t{USER}\t{USER}")), "{status}");
 
     let dir = tempfile::tempdir().unwrap();

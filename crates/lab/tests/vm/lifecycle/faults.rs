@@ -46,7 +46,7 @@ fn reset_until_lost(mut guest: Guest, kind: Reset, arguments: &str, tries: usize
 fn ended(guest: &Guest, boots: usize, usual: Duration) -> Result<(), String> {
     let end = |vm: &Vm| dead(vm) || ready(vm) > boots;
     // A boot that hangs may say nothing at all.
-    let limit = (usual * 6).max(SOON).div_f64(guest.vm.accel().patience());
+    let limit = (usual * 6).max(SOON).div_f64(guest.vm.accel.patience());
     guest.vm.wait_for("an end of the boot", limit, end).map_err(brief)?;
     if dead(&guest.vm) {
         return Err(format!("its vCPU halted for good: {:.60}", registers(&guest.vm)));

@@ -62,7 +62,7 @@ impl Parts {
 
 /// Where the other part is.
 fn other_part(guest: &Guest) -> Range<u64> {
-    let mut qmp = qmp::Client::connect(guest.vm.qmp_path(), MINUTE).unwrap();
+    let mut qmp = qmp::Client::connect(&guest.vm.qmp_path, MINUTE).unwrap();
     let parts = agent_requests::segments(&mut qmp, MINUTE).unwrap();
     assert_eq!(parts.len(), 2, "{parts:?}");
     parts[1].hva..parts[1].hva + parts[1].size
@@ -70,7 +70,7 @@ fn other_part(guest: &Guest) -> Range<u64> {
 
 /// What the host holds of it.
 fn held(guest: &Guest, part: &Range<u64>) -> Bytes {
-    let all = read_smaps(&Root::default(), guest.vm.pid()).unwrap().unwrap();
+    let all = read_smaps(&Root::default(), guest.vm.pid).unwrap().unwrap();
     all.iter().filter(|r| part.contains(&r.range.start)).map(|r| r.resident).sum()
 }
 
@@ -138,7 +138,7 @@ fn vm_ram_whose_first_part_would_be_loaded_late_is_left_alone() {
     for (parts, alone) in [(Parts::Nodes(128, 256), true), (Parts::Nodes(192, 192), false)] {
         let guest = parts.boot(Kernel::V6_12, "");
         guest.insmod();
-        let daemon = Daemon::start(&guest.dir.path().join("daemon"), &[guest.vm.name()], "");
+        let daemon = Daemon::start(&guest.dir.path().join("daemon"), &[&guest.vm.name], "");
         let daemon = daemon.unwrap();
         let said = |s: &Value| {
             let vm = &s["vms"][0];

@@ -9,7 +9,7 @@ use ebb_lab::ebb::binary;
 use super::*;
 
 fn stat(vm: &Vm) -> KsmStat {
-    read_ksm_stat(&Root::default(), vm.pid()).unwrap().unwrap()
+    read_ksm_stat(&Root::default(), vm.pid).unwrap().unwrap()
 }
 
 /// What KSM saves, host-wide, of pages that are not zeros.
