@@ -102,6 +102,17 @@ fn why(its: RamFiles, missing: Bytes) -> String {
     )
 }
 
+/// `statx` of what a path leads to, without asking the server of a network file system.
+fn look(root: &Root, path: impl AsRef<Path>) -> Probed<Statx> {
+    let path = root.path(path);
+    let flags = AtFlags::STATX_DONT_SYNC;
+    probed(&path, statx(CWD, &path, flags, StatxFlags::BASIC_STATS).map_err(Into::into))
+}
+
+fn device(file: &Statx) -> u64 {
+    makedev(file.stx_dev_major, file.stx_dev_minor)
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
@@ -173,15 +184,4 @@ mod tests {
         assert!(args(&format!("-object {json}")).preallocated);
         assert!(!args("-object memory-backend-file,id=m,mem-path=/x,prealloc=off").preallocated);
     }
-}
-
-/// `statx` of what a path leads to, without asking the server of a network file system.
-fn look(root: &Root, path: impl AsRef<Path>) -> Probed<Statx> {
-    let path = root.path(path);
-    let flags = AtFlags::STATX_DONT_SYNC;
-    probed(&path, statx(CWD, &path, flags, StatxFlags::BASIC_STATS).map_err(Into::into))
-}
-
-fn device(file: &Statx) -> u64 {
-    makedev(file.stx_dev_major, file.stx_dev_minor)
 }
