@@ -73,7 +73,7 @@ enum Command {
     },
     /// Shows host and VMs
     Status {
-        /// The same as JSON
+        /// The result as JSON
         #[arg(long)]
         json: bool,
     },
@@ -90,7 +90,7 @@ enum Command {
         /// A file from `ebb record` instead of the daemon's own record
         #[arg(long, value_name = "FILE", requires = "at")]
         record: Option<String>,
-        /// The same as JSON
+        /// The result as JSON
         #[arg(long)]
         json: bool,
     },
@@ -103,13 +103,13 @@ enum Command {
         /// How many
         #[arg(long, default_value_t = 1, requires = "memory", value_parser = clap::value_parser!(u32).range(1..=100_000))]
         count: u32,
-        /// The same as JSON
+        /// The result as JSON
         #[arg(long)]
         json: bool,
     },
     /// Tells what Ebb can do here, for each VM, and what is in the way
     Doctor {
-        /// The same as JSON
+        /// The result as JSON
         #[arg(long)]
         json: bool,
         /// First makes those changes of the host that are safe. No VM is changed
