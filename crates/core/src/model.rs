@@ -38,11 +38,12 @@ use crate::units::{Bytes, Stamp};
 pub enum Pressure {
     #[default]
     Clear,
-    /// Below the reserve: idle memory is collected gently.
+    /// Below three quarters of the reserve, or tasks stall: idle memory is collected gently.
     Soft,
-    /// Half the reserve is gone: collected with force.
+    /// Below half of it, or tasks stall more: idle memory is collected with force.
     Hard,
-    /// Nearly nothing left: everything that no guest needs, at once.
+    /// Below a quarter of it, or tasks stall most of the time: all that no guest needs is
+    /// collected at once.
     Critical,
 }
 

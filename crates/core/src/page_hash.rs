@@ -60,7 +60,7 @@ impl Key {
         hash(a) ^ hash(b).rotate_left(1)
     }
 
-    /// The same from a whole page.
+    /// The hash of a page's lines alone, from the whole page.
     pub fn of_page_lines(&self, page: &[u8]) -> u128 {
         let mut bytes = [0; LINES * LINE];
         for (to, at) in bytes.chunks_exact_mut(LINE).zip(self.lines) {

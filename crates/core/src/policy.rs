@@ -1,7 +1,7 @@
 //! From model to plan: the policies, stage by stage.
 //!
-//! Each file in `policy/` is pure. This one joins what they say into a [`Plan`] and enforces its
-//! bounds: a policy may be wrong, a plan may not.
+//! Each file in `policy/` is pure. This one joins what they say into a [`Plan`] and bounds the
+//! balloon orders ([`within_limits`]). Other policies bound their own.
 
 pub mod admission;
 mod allot;

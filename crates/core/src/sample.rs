@@ -28,7 +28,7 @@ pub fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 pub struct Sample {
     /// When reading began.
     pub at: Stamp,
-    /// The same moment as milliseconds since 1970, for people.
+    /// When reading began, milliseconds since 1970, for people.
     pub wall_ms: u64,
     pub host: HostSample,
     /// The VMs, sorted by [`VmSample::id`]; ids are unique.

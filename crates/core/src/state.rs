@@ -202,7 +202,7 @@ impl Memory {
         self.vms.binary_search_by_key(&id, |v| v.id).ok().map(|i| &self.vms[i])
     }
 
-    /// The same; the default where a VM was not [observed](Memory::observe).
+    /// What is remembered of a VM; the default where it was not [observed](Memory::observe).
     pub fn of(&self, id: VmId) -> &VmMemory {
         static NOTHING: LazyLock<VmMemory> = LazyLock::new(VmMemory::default);
         self.vm(id).unwrap_or(&NOTHING)

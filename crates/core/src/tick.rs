@@ -305,7 +305,7 @@ impl Engine {
         // and for how many milliseconds in all.
         let rest_of = |vm: &VmModel| {
             let ms = if is_quiet(vm) { rest_ms.max(quiet_ms) } else { rest_ms };
-            let until = at_rest(vm, ms.min(wait_ms.saturating_mul(2)))?.asked?.plus(ms);
+            let until = at_rest(vm, ms.min(wait_ms.saturating_mul(2)))?.size_seen_at?.plus(ms);
             (until > at).then_some((until, ms))
         };
         // Only where there are too many to ask all of them in time.
@@ -404,9 +404,9 @@ mod tests {
         VmModel { id: id(pid), ram, owed, guest: Some(guest), ..VmModel::default() }
     }
 
-    /// It was asked then.
+    /// QEMU told its size then.
     fn asked(pid: u32, at: u64) -> VmMemory {
-        VmMemory { id: id(pid), asked: Some(Stamp(at)), ..VmMemory::default() }
+        VmMemory { id: id(pid), size_seen_at: Some(Stamp(at)), ..VmMemory::default() }
     }
 
     fn engine(vms: Vec<VmMemory>) -> Engine {

@@ -147,7 +147,7 @@ impl Daemon {
         let ready = reexec::check();
         if let Err(why) = &ready {
             say(&format!("SIGHUP: {why:#}; going on as before"));
-            self.signals.reloaded();
+            self.signals.reload_refused();
         }
         ready.is_ok()
     }

@@ -153,7 +153,8 @@ fields! { VM_FIELDS: Vm, v =>
         = v.agent.as_ref()?.held;
     recycled: Bytes Counter "Free pages that the agent returned to the host"
         = v.agent.as_ref()?.counters.recycled;
-    recycle_saved_pages: Plain Counter "Free pages that the guest took while they were being checked"
+    recycle_reused_pages: Plain Counter
+        "Free pages that the guest took while they were being checked, so they were not returned"
         = v.agent.as_ref()?.counters.saved_pages;
     recycle_backoff: Plain Gauge "How often slack was doubled because recycled memory came back"
         = v.agent.as_ref().map(|_| v.recycle_backoff);

@@ -35,7 +35,7 @@ use ebb_host::hands_off::MOST_MS;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Gives the memory that VMs do not use back to their host, and gives it to them
-/// again the moment they need it.
+/// again when they need it.
 #[derive(Parser)]
 #[command(version, max_term_width = 100)]
 #[command(after_help = "Exit code: 0 done, 1 nothing to do or nothing found, 2 error. Settings: \
@@ -73,7 +73,7 @@ enum Command {
     },
     /// Shows host and VMs
     Status {
-        /// The same as JSON
+        /// The result as JSON
         #[arg(long)]
         json: bool,
     },
@@ -90,7 +90,7 @@ enum Command {
         /// A file from `ebb record` instead of the daemon's own record
         #[arg(long, value_name = "FILE", requires = "at")]
         record: Option<String>,
-        /// The same as JSON
+        /// The result as JSON
         #[arg(long)]
         json: bool,
     },
@@ -103,13 +103,13 @@ enum Command {
         /// How many
         #[arg(long, default_value_t = 1, requires = "memory", value_parser = clap::value_parser!(u32).range(1..=100_000))]
         count: u32,
-        /// The same as JSON
+        /// The result as JSON
         #[arg(long)]
         json: bool,
     },
     /// Tells what Ebb can do here, for each VM, and what is in the way
     Doctor {
-        /// The same as JSON
+        /// The result as JSON
         #[arg(long)]
         json: bool,
         /// First makes those changes of the host that are safe. No VM is changed
@@ -135,7 +135,7 @@ enum Command {
         json: bool,
     },
     /// Leaves a VM alone: before a device is plugged in, a snapshot is loaded, or its QEMU
-    /// is replaced. Ends when nothing of Ebb's touches its memory any more
+    /// is replaced. The command returns when nothing of Ebb's touches its memory any more
     HandsOff {
         /// This VM
         vm: String,
@@ -148,7 +148,7 @@ enum Command {
         /// This VM
         vm: String,
     },
-    /// Page merging: what it would bring, and the way out of it
+    /// Page merging: tells what it would save; switches it on or off for VMs
     Merge {
         #[command(subcommand)]
         what: cmd::merge::What,

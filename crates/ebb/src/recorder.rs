@@ -24,7 +24,7 @@ use zstd::stream::{read::Decoder, write::Encoder};
 /// What the recorder may hold, bytes: a fifth of the daemon's budget of 30 MiB, and minutes
 /// for hundreds of VMs.
 const MOST: usize = 6 << 20;
-/// The same as lines of JSON: clients read no answer of more than 256 MiB.
+/// What the record may take as lines of JSON: clients read no answer of more than 256 MiB.
 const MOST_TEXT: u64 = 192 << 20;
 /// A new head after this many bytes, so that dropping one drops little.
 const SEGMENT: usize = MOST / 6;

@@ -20,15 +20,15 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, sleep_until};
 
-/// For the head of a request.
+/// The head of a request must be there within this time.
 const HEAD: Duration = Duration::from_secs(5);
-/// In which nothing is read or written.
+/// A connection on which nothing is read or written for this time is closed.
 const IDLE: Duration = Duration::from_secs(30);
-/// After which a connection ends once it has answered, and how long that may take.
+/// A connection of this age ends when it has answered; if that takes this time again, it is closed.
 const AGE: Duration = Duration::from_secs(300);
-/// Descriptors that the process needs may come free again.
+/// Where no connection can be accepted, as no descriptor is free, it is tried again after this.
 const NO_DESCRIPTOR: Duration = Duration::from_millis(200);
-/// Heads are smaller, and answers go out in pieces of this.
+/// The buffer of a connection, bytes: a head must fit, and answers go out in pieces of this.
 const BUFFER: usize = 64 << 10;
 
 /// How many connections at once: a small share of what this process may open, and this at most.

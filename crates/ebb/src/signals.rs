@@ -1,4 +1,5 @@
-//! The signals that end the daemon, noted from its first moment on.
+//! The signals to the daemon, noted from its first moment on: SIGTERM and SIGINT stop it, SIGHUP
+//! reloads it.
 //!
 //! An unhandled signal ends the process, which systemd takes for a clean end: nothing
 //! would be given back. So they are noted before anything else is done, and held back while
@@ -21,8 +22,8 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Notes them from now on. SIGTERM and SIGINT stop the daemon. So does SIGHUP on a
-    /// terminal, whose end it tells; elsewhere it has the daemon begin anew.
+    /// Notes them from now on. On a terminal SIGHUP stops the daemon as well: it tells that the
+    /// terminal is gone.
     pub fn note() -> Result<Signals> {
         let signals = Signals { stop: Arc::default(), reload: Arc::default() };
         let terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
@@ -44,8 +45,8 @@ impl Signals {
         self.reload.load(Ordering::SeqCst)
     }
 
-    /// It is not to, after all.
-    pub fn reloaded(&self) {
+    /// The reload that was asked for cannot be done: the daemon goes on.
+    pub fn reload_refused(&self) {
         self.reload.store(false, Ordering::SeqCst);
     }
 

@@ -42,7 +42,7 @@ pub fn lenient<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(
     Ok(serde_json::from_value(value).unwrap_or_default())
 }
 
-/// The same with each item of a list.
+/// Reads a list of an answer without the items that this version cannot read.
 pub fn lenient_list<'de, D: Deserializer<'de>, T: DeserializeOwned>(
     d: D,
 ) -> Result<Vec<T>, D::Error> {
@@ -50,7 +50,8 @@ pub fn lenient_list<'de, D: Deserializer<'de>, T: DeserializeOwned>(
     Ok(items.into_iter().filter_map(|v| serde_json::from_value(v).ok()).collect())
 }
 
-/// The same with each part of a struct, and with each item of its lists.
+/// Reads a struct of an answer without the parts, and the items of its lists, that this version
+/// cannot read.
 pub fn lenient_parts<'de, D: Deserializer<'de>, T: DeserializeOwned>(d: D) -> Result<T, D::Error> {
     let mut parts: Map<String, Value> = Map::deserialize(d)?;
     let is_known = |key: &str, value: &Value| T::deserialize(&json!({ key: value })).is_ok();

@@ -116,7 +116,7 @@ impl Agent {
         self.send_with(command, None)
     }
 
-    /// The same, with a descriptor that goes with the first byte of the line.
+    /// Queues a request with a descriptor, which goes with the first byte of the line.
     pub fn send_with(
         &mut self,
         command: Command,

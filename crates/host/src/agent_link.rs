@@ -60,7 +60,7 @@ pub(crate) enum Stage {
     /// RAM was handed over; the answer is awaited.
     Attaching,
     Attached,
-    /// Hands off while the VM migrates.
+    /// The agent has been told to stand down while the VM migrates.
     Apart,
     /// Told to give up all protection, for good.
     Leaving,

@@ -28,7 +28,8 @@ impl<T: Send + 'static> BackgroundLook<T> {
         self.look_then(look, patience, || ())
     }
 
-    /// The same; `then` is called when what was found is there.
+    /// Begins this look and waits for its end, as [`look`](Self::look); `then` is called when what
+    /// was found is there.
     pub fn look_then(
         &mut self,
         look: impl FnOnce() -> T + Send + 'static,

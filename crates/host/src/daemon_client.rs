@@ -60,7 +60,7 @@ pub fn get_json<T: DeserializeOwned>(
     })
 }
 
-/// The same; while no daemon answers, as in the moment of a reload, it is asked again until then.
+/// Gets JSON. While no daemon answers, as in the moment of a reload, it is asked again until then.
 pub fn get_json_until<T: DeserializeOwned>(
     socket: impl AsRef<Path>,
     path: &str,

@@ -226,7 +226,7 @@ impl LinuxHost {
         self.sample_owed(&[])
     }
 
-    /// The same where Ebb owes something to these processes: they are looked at whatever the
+    /// Reads a sample where Ebb owes something to these processes: they are read whatever the
     /// configuration says of them. The sample names those that have certainly ended.
     pub fn sample_owed(&mut self, owed: &[VmId]) -> Sample {
         let (at, started) = (LinuxHost::now(), Instant::now());

@@ -145,7 +145,7 @@ impl Client {
         self.flush();
     }
 
-    /// The same without reading: what there is to read, `poll` tells.
+    /// All writing that is possible without blocking: what there is to read, `poll` tells.
     pub fn flush(&mut self) {
         self.visit();
         self.write_some();

@@ -1,5 +1,6 @@
 //! What QMP commands mean to Ebb: run state, RAM size, the balloon device and
-//! its guest's statistics.
+//! its guest's statistics; and which events Ebb uses ([`parse_event`]) and which wake a tick
+//! ([`URGENT`]).
 //!
 //! Parsers are pure. QEMU is believed on its own state; guest statistics are a
 //! guest's own claims and are checked: a value that cannot be true becomes `None` and

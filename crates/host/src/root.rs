@@ -98,7 +98,7 @@ impl Root {
         Root { prefix: prefix.into(), faults: None }
     }
 
-    /// The same tree on which reads fail, for tests.
+    /// This tree, on which reads fail, for tests.
     pub fn with_faults(self, faults: Faults) -> Root {
         Root { faults: Some(faults), ..self }
     }
@@ -137,7 +137,7 @@ impl Root {
         }
     }
 
-    /// The same of a file in `/proc` that is read again and again: on the machine itself it stays
+    /// The text of a file in `/proc` that is read again and again: on the machine itself it stays
     /// open in `kept`, until it cannot be read. What is kept is the file of one process; it never
     /// shows a later one that has its pid.
     pub fn reread(&self, absolute: impl AsRef<Path>, kept: &mut Option<File>) -> Probed<String> {
@@ -203,7 +203,7 @@ impl Root {
         probed(path, fault.map_or_else(there, |fault| fault.and_then(told)))
     }
 
-    /// The same as text; bytes that are not UTF-8 become U+FFFD.
+    /// The text of a file, as [`Root::read_bytes`]; bytes that are not UTF-8 become U+FFFD.
     pub fn read(&self, absolute: impl AsRef<Path>) -> Probed<String> {
         Ok(self.read_bytes(absolute)?.map(text))
     }
@@ -274,7 +274,8 @@ pub fn field<T>(
     fields(text, [key], parse).map(|[value]| value)
 }
 
-/// The same of several keys, in one pass over the text; of lines with the same key the first counts.
+/// What is said after each of these keys, in one pass over the text; of lines with the same key the
+/// first counts.
 pub fn fields<T, const N: usize>(
     text: &str,
     keys: [&str; N],

@@ -170,7 +170,7 @@ pub(crate) struct Vm {
     reporting: Option<bool>,
     deflate_on_oom: Option<bool>,
     /// Of [`DETAILS`], what was not answered yet.
-    owed: Vec<Query>,
+    unanswered: Vec<Query>,
     /// All device folders were heard on this connection.
     looked: bool,
     /// Its size at the last sample, and what it was told last.
@@ -178,7 +178,7 @@ pub(crate) struct Vm {
     pub ordered: Option<Bytes>,
     /// When its balloon was last seen to move.
     moved: Option<Instant>,
-    /// The same if its size grew then, or was not known before.
+    /// When its balloon was last seen to move, if its size grew then or was not known before.
     grew: Option<Instant>,
     /// Its size was among the last questions.
     size_asked: bool,
@@ -432,7 +432,7 @@ impl Vm {
 
     /// Whether QEMU has said if a balloon reports free pages, or that it cannot.
     fn known(&self) -> bool {
-        self.looked && (self.device.is_none() || !self.owed.contains(&Query::Reporting))
+        self.looked && (self.device.is_none() || !self.unanswered.contains(&Query::Reporting))
     }
 
     /// What its agent waits for: whether other processes map its RAM.

@@ -29,7 +29,7 @@ pub enum Controller {
     Squeezed,
     /// Qubes OS's qmemman.
     Qmemman,
-    /// The prototype of 2013.
+    /// Automatic ballooning by vmpressure, 2013 (`baselines/vmpressure.rs`).
     AutoBalloon,
     /// qmemman with guests that push each change to it within a tenth of a second.
     QmemmanPushed,

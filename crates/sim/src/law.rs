@@ -24,7 +24,7 @@ pub enum Law {
     Ceiling,
     /// No order to one that does not answer or is not there, nothing taken of one that is
     /// being migrated.
-    HandsOff,
+    MustNotBeOrdered,
     /// Nothing is taken that was not written down.
     WrittenDown,
     /// No guest is asked for what it uses.
@@ -142,7 +142,11 @@ impl Laws {
     fn check_order(&mut self, world: &World, action: &Action) {
         let at = world.at_ms();
         let Some(i) = world.index(action.vm) else {
-            return self.breach(Law::HandsOff, at, format!("{:?} does not exist", action.vm));
+            return self.breach(
+                Law::MustNotBeOrdered,
+                at,
+                format!("{:?} does not exist", action.vm),
+            );
         };
         let g = &world.guests[i];
         let (name, to) = (&action.name, action.to);
@@ -151,7 +155,7 @@ impl Laws {
             || (misbehaviour.migrates(at) && to < action.from)
             || misbehaviour == Misbehaviour::Bare
         {
-            self.breach(Law::HandsOff, at, format!("{name} is ordered and must not be"));
+            self.breach(Law::MustNotBeOrdered, at, format!("{name} is ordered and must not be"));
         }
         if to > g.spec.ram {
             self.breach(Law::Ceiling, at, format!("{name} to {to}, RAM {}", g.spec.ram));
@@ -227,7 +231,7 @@ impl Laws {
         for order in orders {
             let name = &order.name;
             let Some(i) = world.index(order.vm) else {
-                self.breach(Law::HandsOff, at, format!("{name} does not exist"));
+                self.breach(Law::MustNotBeOrdered, at, format!("{name} does not exist"));
                 continue;
             };
             let g = &world.guests[i];
@@ -236,7 +240,11 @@ impl Laws {
                 || misbehaviour.migrates(at)
                 || misbehaviour == Misbehaviour::Pinned
             {
-                self.breach(Law::HandsOff, at, format!("{name} is paged out and must not be"));
+                self.breach(
+                    Law::MustNotBeOrdered,
+                    at,
+                    format!("{name} is paged out and must not be"),
+                );
             }
             let kept = (g.resident() + g.out).share(0.5);
             if g.resident() + TOLERANCE < kept + order.bytes {

@@ -1,4 +1,4 @@
-//! What became of a run: harm, swapping, haste, fairness.
+//! The figures of a run: stalls, swapping, balloon reversals within a minute (hasty), fairness.
 
 use std::fmt;
 

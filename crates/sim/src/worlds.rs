@@ -1,4 +1,4 @@
-//! Worlds drawn at random: a space of hosts, guests and loads, each a point in a unit cube.
+//! Random worlds: each is made from 24 numbers between 0 and 1 ([`COORDINATES`]).
 //!
 //! The scenarios were made by those who made the controller. Here a point says everything, so
 //! a search can walk to where the controller does worst ([`crate::search`]). All guests' needs

@@ -23,7 +23,7 @@ use crate::faults::Faults;
 use crate::find_module::{Sight, Tracker};
 use crate::guard::{Guard, Watch};
 use crate::hasher::Hasher;
-use crate::ksm_ranges::{self, Blocked, LEAST_CLOSED, Open};
+use crate::ksm_ranges::{self, LEAST_CLOSED, Objection, Open};
 use crate::madvise_hook::{self, DiscardLock};
 use crate::ram::Ram;
 use crate::recycle::{Recycler, Work};
@@ -71,7 +71,7 @@ pub struct Agent {
     vm: Option<Attached>,
     /// What was open to KSM when the VM was released: it is still, and merged.
     kept: Open,
-    aside: Option<Blocked>,
+    aside: Option<Objection>,
     faults: Faults,
 }
 
@@ -118,7 +118,7 @@ impl Agent {
         if found.is_none() && now >= vm.aside_at {
             vm.aside_at = now + ASIDE_EVERY;
             let opened = vm.keep_closed(now, false).err();
-            let device = vm.devices.look().map(|why| Blocked { why, passes: true });
+            let device = vm.devices.look().map(|why| Objection { why, passes: true });
             found = device.or(opened);
         }
         if let Some(by) = found {
@@ -129,7 +129,7 @@ impl Agent {
     /// `passes`: the reason may, and the daemon is to try again.
     fn stand_aside(&mut self, why: &str, passes: bool) {
         self.let_go();
-        self.aside = Some(Blocked { why: clip(why), passes });
+        self.aside = Some(Objection { why: clip(why), passes });
     }
 
     /// Does what is asked. `descriptor` came with the request; `interrupt` says
@@ -228,7 +228,7 @@ impl Agent {
             }
             Err((refusal, passes)) => {
                 if refusal.kind == Refused::Aside {
-                    self.stand_aside(&refusal.text, passes || blockers::reason().is_some());
+                    self.stand_aside(&refusal.text, passes || blockers::objection().is_some());
                 }
                 Err(refusal)
             }
@@ -243,7 +243,7 @@ impl Agent {
         device: Option<BorrowedFd<'_>>,
     ) -> Result<Attached, (Refusal, bool)> {
         let aside = |why: String| (refuse(Refused::Aside, why), false);
-        let blocked = |by: Blocked| (refuse(Refused::Aside, by.why), by.passes);
+        let refused = |by: Objection| (refuse(Refused::Aside, by.why), by.passes);
         let mut devices = Devices::default();
         devices.look().map_or(Ok(()), |why| Err(aside(why)))?;
         let ram = Ram::check(&attach.segments).map_err(aside)?;
@@ -260,14 +260,14 @@ impl Agent {
         }
         let mut open = self.kept.still(&ram);
         if !attach.keep_open {
-            open.close_all(attach.room).map_err(blocked)?;
+            open.close_all(attach.room).map_err(refused)?;
             self.kept = Open::default();
             open = Open::default();
         }
         // The daemon names what is to be open, so what QEMU opened by default is closed. Else
         // that stays open as long as nothing has to be protected.
         if attach.keep_open && !attach.observe {
-            ksm_ranges::leave_ksm(&ram, &open, attach.room).map_err(blocked)?;
+            ksm_ranges::leave_ksm(&ram, &open, attach.room).map_err(refused)?;
         }
         if ram.has_shared() {
             devices.watch_sockets();
@@ -407,7 +407,7 @@ impl Attached {
 
     /// Looks for the guest's header and at it. RAM is registered when something is to be
     /// protected, and no longer than that.
-    fn step(&mut self, now: Instant) -> Result<(), Blocked> {
+    fn step(&mut self, now: Instant) -> Result<(), Objection> {
         let (ram, guard, open, room) = (&self.ram, &self.guard, &self.open, self.room);
         // What is merged is to stay so, as long as nothing has to be protected.
         let gently = !open.ranges.is_empty() || !self.registered;
@@ -433,7 +433,7 @@ impl Attached {
 
     /// What another program may have opened to KSM again is closed: what is about to be `recycled`
     /// must have been looked at within a second, tripwires always.
-    fn keep_closed(&mut self, now: Instant, recycled: bool) -> Result<(), Blocked> {
+    fn keep_closed(&mut self, now: Instant, recycled: bool) -> Result<(), Objection> {
         if !self.registered {
             return Ok(());
         }

@@ -9,7 +9,7 @@
 //! window (`device_watch.rs`).
 //!
 //! Devices are known by the names of their files. The names of a further kind belong into
-//! `of_file` here and into the lists of `device_watch.rs`.
+//! `of_file` here and into the lists of `device_watch.rs`: `FOLDERS`, `FILES`, `PREFIXES`, `NAMES`.
 
 use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;
@@ -55,7 +55,7 @@ pub enum New {
 }
 
 impl Devices {
-    /// Looks at all open files by their names: a reason to stand aside.
+    /// Looks at all open files by their names; an objection, if there is one.
     pub fn look(&mut self) -> Option<String> {
         let Ok(open) = std::fs::read_dir("/proc/self/fd") else {
             return Some(UNREAD.into());
@@ -67,11 +67,11 @@ impl Devices {
         let closed =
             (0..=highest.saturating_add(BEYOND)).filter(|fd| stat(*fd).is_none()).collect();
         // After that: what was opened in between is in the set, and has to be seen here.
-        let reason = reason();
-        if reason.is_none() {
+        let objection = objection();
+        if objection.is_none() {
             (self.highest, self.harmless, self.closed) = (highest, harmless, closed);
         }
-        reason
+        objection
     }
 
     /// RAM is shared: from now on new Unix sockets are looked for. Those that are there are
@@ -181,8 +181,8 @@ fn number(fd: i32, wanted: FileType) -> Option<u64> {
     kind(fd).filter(|(kind, _)| *kind == wanted).map(|(_, number)| number)
 }
 
-/// A reason to stand aside, from what this process has open and locked.
-pub fn reason() -> Option<String> {
+/// The objection to this VM, if any, from what this process has open and locked.
+pub fn objection() -> Option<String> {
     open_files(Path::new("/proc/self/fd")).or_else(|| {
         std::fs::read_to_string("/proc/self/status").map_or(Some(UNREAD.into()), |s| locked(&s))
     })
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_pins_or_hides_memory_is_a_reason() {
+    fn what_pins_or_hides_memory_is_an_objection() {
         for bad in ["/dev/vfio/12", "/dev/vfio/vfio", "anon_inode:[vfio-device]", "/dev/iommu"] {
             assert!(of_file(bad).unwrap().contains("VFIO"), "{bad}");
         }
@@ -254,7 +254,7 @@ mod tests {
         assert!(locked("VmLck:\t 1048576 kB\n").unwrap().starts_with("1024 MiB"));
         assert_eq!(locked("VmLck:\t       0 kB\n"), None);
         assert_eq!(locked("nonsense"), None);
-        assert_eq!(reason(), None);
+        assert_eq!(objection(), None);
         assert_eq!(open_files(Path::new("/nowhere")).as_deref(), Some(UNREAD));
     }
 }

@@ -18,6 +18,8 @@ use rustix::fs::inotify::{self, CreateFlags, Reader, WatchFlags};
 /// Folders in which each file pins memory, and the files elsewhere that do.
 const FOLDERS: [&str; 3] = ["/dev/vfio", "/dev/vfio/devices", "/dev/infiniband"];
 const FILES: [&str; 1] = ["/dev/iommu"];
+/// Files of `/dev` that have a number behind this.
+const PREFIXES: [&str; 1] = ["/dev/vhost-vdpa"];
 /// What such files and folders in `/dev` are called.
 const NAMES: [&str; 4] = ["vfio", "iommu", "vhost-vdpa", "infiniband"];
 
@@ -68,10 +70,10 @@ impl DeviceWatch {
             let made = WatchFlags::CREATE | WatchFlags::MOVED_TO;
             let _ = inotify::add_watch(&self.events, folder, all | made);
         }
-        let vdpa = std::fs::read_dir("/dev").into_iter().flatten().flatten();
-        let vdpa = vdpa.filter_map(|e| e.path().to_str().map(str::to_owned));
-        let vdpa = vdpa.filter(|path| path.starts_with("/dev/vhost-vdpa"));
-        for file in FILES.map(str::to_owned).into_iter().chain(vdpa) {
+        let devices = std::fs::read_dir("/dev").into_iter().flatten().flatten();
+        let devices = devices.filter_map(|e| e.path().to_str().map(str::to_owned));
+        let numbered = devices.filter(|path| PREFIXES.iter().any(|p| path.starts_with(p)));
+        for file in FILES.map(str::to_owned).into_iter().chain(numbered) {
             let _ = inotify::add_watch(&self.events, &file, all);
         }
     }

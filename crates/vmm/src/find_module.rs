@@ -1,4 +1,5 @@
-//! Finding the guest's header, and knowing whether it still lives.
+//! Finds the header page that `ebb.ko` keeps in guest RAM, and checks by its counter (the beat)
+//! that the module still runs.
 //!
 //! ```text
 //! searching ── magic, checksum ──> checking ── two right beats ──> challenged
@@ -26,7 +27,7 @@ use ebb_core::wire::{AgentState, Module};
 
 use crate::faults::Faults;
 use crate::guard::Guard;
-use crate::ksm_ranges::Blocked;
+use crate::ksm_ranges::Objection;
 use crate::ram::{Bits, Ram};
 use crate::sys::{self, Range};
 
@@ -36,7 +37,7 @@ const SEARCH_EVERY: Duration = Duration::from_millis(250);
 const SEARCH_MOST: Duration = Duration::from_secs(5);
 /// The pause is the time that was searched for, divided by this.
 const SEARCH_SHARE: u32 = 16;
-/// The same while the vCPUs stand still: nothing that is found could prove itself.
+/// Between two searches while the vCPUs stand still: nothing that is found could prove itself.
 const SEARCH_PAUSED: Duration = Duration::from_secs(5);
 /// How long a candidate may take to beat twice, and to answer; ten times the
 /// module's own limits, for guests that hardly run.
@@ -109,7 +110,7 @@ pub struct Sight<'a> {
     pub gently: bool,
     /// Makes protection possible: called before the first page is protected. An error is a
     /// reason to leave the VM alone.
-    pub prepare: &'a mut dyn FnMut() -> Result<(), Blocked>,
+    pub prepare: &'a mut dyn FnMut() -> Result<(), Objection>,
 }
 
 impl Tracker {
@@ -214,7 +215,7 @@ impl Tracker {
 
     /// Looks, and goes on to the next state where it can. The error is a reason to leave
     /// the VM alone.
-    pub fn step(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), Blocked> {
+    pub fn step(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), Objection> {
         let (ram, guard) = (sight.ram, sight.guard);
         // What tripped stays tripped until it is armed anew, for the next challenge.
         let relied = matches!(self.at, At::Armed { .. } | At::Challenged { .. } | At::Ready(_));
@@ -283,7 +284,7 @@ impl Tracker {
         sight: &mut Sight<'_>,
         header: Header,
         now: Instant,
-    ) -> Result<(), Blocked> {
+    ) -> Result<(), Objection> {
         (sight.prepare)()?;
         let unarmed = self.faults.no_tripwire();
         match if unarmed { Ok(()) } else { self.arm(sight.ram, sight.guard, &header) } {
@@ -363,7 +364,7 @@ impl Tracker {
     }
 
     /// A header that answered: the same, alive, with the map we know?
-    fn look(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), Blocked> {
+    fn look(&mut self, sight: &mut Sight<'_>, now: Instant) -> Result<(), Objection> {
         let (ram, guard) = (sight.ram, sight.guard);
         let At::Ready(live) = &mut self.at else { return Ok(()) };
         let Some(fresh) = read_again(ram, &live.header) else {

@@ -39,28 +39,28 @@ pub const LEAST_CLOSED: usize = 16;
 const MOST_RANGES: usize = 8192;
 /// What must stay free beside what breaking merges takes, pages.
 const SPARE: u64 = (256 << 20) / PAGE;
-/// The same where what is closed is given back a moment later.
+/// What must stay free where what is closed is discarded a moment later, pages.
 const SPARE_FOR_FREE: u64 = (32 << 20) / PAGE;
-/// The same below a limit: others below it may take that meanwhile.
+/// What must stay free below a cgroup's limit, pages: others below it may take that meanwhile.
 const SPARE_BELOW: u64 = (64 << 20) / PAGE;
 
-/// Why something was not closed.
+/// Why the agent is to stand aside.
 #[derive(Debug)]
-pub struct Blocked {
+pub struct Objection {
     pub why: String,
-    /// There was no memory for it: that may pass.
+    /// It may pass, as a lack of memory does.
     pub passes: bool,
 }
 
-impl From<String> for Blocked {
-    fn from(why: String) -> Blocked {
-        Blocked { why, passes: false }
+impl From<String> for Objection {
+    fn from(why: String) -> Objection {
+        Objection { why, passes: false }
     }
 }
 
 /// Takes all of it out of KSM but what is to stay open; the error is a reason to stand
 /// aside. `below`: what may be taken below the VM's limits, if there are any.
-pub fn leave_ksm(ram: &Ram, open: &Open, below: Option<Bytes>) -> Result<(), Blocked> {
+pub fn leave_ksm(ram: &Ram, open: &Open, below: Option<Bytes>) -> Result<(), Objection> {
     has_room(merged_in(&without(anonymous(ram), &open.ranges)), (SPARE, below))?;
     open.keep_rest_out(ram)
 }
@@ -76,7 +76,7 @@ fn anonymous(ram: &Ram) -> Vec<Range> {
 }
 
 /// Takes ranges out of KSM and breaks what is merged of them; their contents stay.
-fn close(ranges: &[Range]) -> Result<(), Blocked> {
+fn close(ranges: &[Range]) -> Result<(), Objection> {
     for range in ranges {
         match sys::advise(*range, libc::MADV_UNMERGEABLE) {
             // A kernel without KSM does not know the advice.
@@ -89,10 +89,10 @@ fn close(ranges: &[Range]) -> Result<(), Blocked> {
 }
 
 /// `madvise` tells a lack of memory for the copies by EAGAIN, and by ENOMEM too.
-fn not_closed(error: &io::Error) -> Blocked {
+fn not_closed(error: &io::Error) -> Objection {
     let kinds = [io::ErrorKind::WouldBlock, io::ErrorKind::OutOfMemory, io::ErrorKind::Interrupted];
     let why = format!("RAM cannot be taken out of KSM: {error}");
-    Blocked { why, passes: kinds.contains(&error.kind()) }
+    Objection { why, passes: kinds.contains(&error.kind()) }
 }
 
 /// What is open to KSM: ranges of anonymous RAM, sorted and apart.
@@ -173,19 +173,19 @@ impl Open {
         self.kept = Some(Instant::now());
     }
 
-    pub fn close_all(&self, below: Option<Bytes>) -> Result<(), Blocked> {
+    pub fn close_all(&self, below: Option<Bytes>) -> Result<(), Objection> {
         has_room(merged_in(&self.ranges), (SPARE, below))?;
         close(&self.ranges)
     }
 
     /// Closes the rest once more: another program may have opened it again. Costs a
     /// microsecond for each stretch of it that is still closed.
-    pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), Blocked> {
+    pub fn keep_rest_out(&self, ram: &Ram) -> Result<(), Objection> {
         close(&without(anonymous(ram), &self.ranges))
     }
 
-    /// The same for what is never open, which is protected all the time.
-    pub fn keep_tripwires_out(&self, ram: &Ram) -> Result<(), Blocked> {
+    /// Closes once more what is never open, as it is protected all the time.
+    pub fn keep_tripwires_out(&self, ram: &Ram) -> Result<(), Objection> {
         close(&never_open(ram))
     }
 
@@ -272,7 +272,8 @@ fn merged_in(ranges: &[Range]) -> u64 {
     }
 }
 
-/// The same, no less than it is: KSM counts what was broken since only when it scans again.
+/// The most merged pages of these ranges that are to be broken: KSM counts what was broken since
+/// only when it scans again.
 fn merged_at_most(ranges: &[Range], ksm_stat: &str) -> u64 {
     let pages = ranges.iter().map(|r| r.len / PAGE).sum();
     (number(ksm_stat, "ksm_merging_pages ") + zero_pages(ksm_stat)).min(pages)
@@ -310,9 +311,9 @@ fn merged_by_mappings(ranges: &[Range], smaps: &str) -> Option<(u64, u64)> {
 
 /// Whether there is memory to break the merges of this many pages: on the host and to spare, in
 /// pages, and below the VM's limits. Where a limit is reached, the kernel may kill the VM.
-fn has_room(merged: u64, memory: (u64, Option<Bytes>)) -> Result<(), Blocked> {
+fn has_room(merged: u64, memory: (u64, Option<Bytes>)) -> Result<(), Objection> {
     let found = if merged == 0 { Ok(()) } else { room(merged, memory, &read("/proc/meminfo")) };
-    found.map_err(|why| Blocked { why, passes: true })
+    found.map_err(|why| Objection { why, passes: true })
 }
 
 /// An unknown number of available pages counts as none.

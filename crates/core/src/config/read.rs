@@ -165,7 +165,7 @@ fn has_unit(size: Bytes) -> Result<Bytes, String> {
     }
 }
 
-/// The same; a share has none.
+/// Refuses a size that was meant with a unit, most likely; a share has none.
 pub(super) fn with_unit(amount: Amount) -> Result<Amount, String> {
     match amount {
         Amount::Bytes(size) => has_unit(size).map(Amount::Bytes),
@@ -331,7 +331,7 @@ impl Checker<'_> {
         parse(raw.into_inner()).map_err(|message| self.fail(Some(span), field, message))
     }
 
-    /// The same of a field that may be absent.
+    /// What a field says that may be absent, as [`one`](Self::one).
     fn read<T, U>(
         &self,
         field: &str,
@@ -341,7 +341,7 @@ impl Checker<'_> {
         raw.map(|raw| self.one(field, raw, parse)).transpose()
     }
 
-    /// The same in place of its default.
+    /// Puts what a field says, if it is there, in place of its default.
     fn set<T, U>(
         &self,
         to: &mut U,

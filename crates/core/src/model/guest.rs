@@ -123,7 +123,7 @@ impl GuestModel {
         self.after(AHEAD_S)
     }
 
-    /// The same, this many seconds from now.
+    /// What it will need this many seconds from now, as [`GuestModel::soon`].
     pub(crate) fn after(&self, seconds: f64) -> Bytes {
         let grown = Bytes((self.rates.map_or(0.0, |r| r.need.max(0.0)) * seconds) as u64);
         let soon = self.need + grown;

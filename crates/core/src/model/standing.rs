@@ -24,7 +24,7 @@ pub enum Standing {
     Ready,
     /// It may be given memory, but not be asked for any: why.
     GiveOnly(String),
-    /// Hands off: why.
+    /// It is given nothing either: why.
     Off(String),
     /// Nothing is known of it yet.
     #[default]
@@ -161,7 +161,7 @@ pub(super) fn standing(
 pub(super) fn beyond_balloon(vm: &VmSample, m: &VmMemory, at: Stamp) -> bool {
     let is_left = |until: Option<Stamp>| until.is_some_and(|until| until > at);
     let stuck = is_left(m.stuck_until) || is_left(m.refused_until);
-    let deaf = vm.balloon.as_ref().is_none_or(|b| b.guest.is_none());
+    let no_statistics = vm.balloon.as_ref().is_none_or(|b| b.guest.is_none());
     let runs = vm.link == Link::Up && vm.run == Some(RunState::Running) && !m.boots(at);
-    runs && (deaf || stuck || is_disbelieved(m))
+    runs && (no_statistics || stuck || is_disbelieved(m))
 }

@@ -1,5 +1,5 @@
-//! One VM, understood: its sizes and bounds, how far it is with what it was told, and what
-//! the policies have to know of it beside.
+//! One VM, understood: its sizes and bounds, how far it has followed its last order, and all other
+//! facts that policies use.
 //!
 //! [`VmModel::new`] puts together what the other files of this folder find out; a new fact
 //! for the policies is a field here.

@@ -48,7 +48,7 @@ const APART: i32 = 4;
 const GROWN: f64 = 0.1;
 /// Guests are brought to what they needed within this before they ask, and others may be
 /// squeezed for it.
-const SOON_MS: u64 = 5_000;
+const ASSURED_MS: u64 = 5_000;
 /// Cache that is read again counts in whole from this T on: a guest's statistics are as old as
 /// that.
 const HOT_MS: u64 = 2_000;
@@ -148,8 +148,8 @@ pub(super) struct Part {
     pub keeps: Bytes,
     /// The size that it is brought to, where the host has it.
     pub good: Bytes,
-    /// The size that it is brought to in any case.
-    pub soon: Bytes,
+    /// The size that it is brought to in any case: others may be squeezed for it.
+    pub assured: Bytes,
     /// One that is short gets no more for comfort: not even all needs and least margins fit.
     pub most: Option<Bytes>,
 }
@@ -160,7 +160,7 @@ impl Part {
         Part {
             keeps: self.keeps.min(other.keeps),
             good: self.good.min(other.good),
-            soon: self.soon.min(other.soon),
+            assured: self.assured.min(other.assured),
             most: self.most.into_iter().chain(other.most).min(),
         }
     }
@@ -187,7 +187,7 @@ pub(super) struct Allotment {
 }
 
 /// A VM whose need is known, and what else is known of it.
-struct Claim<'a> {
+struct VmNeed<'a> {
     index: usize,
     vm: &'a VmModel,
     g: &'a GuestModel,
@@ -203,7 +203,7 @@ struct Claim<'a> {
     fixed: bool,
 }
 
-impl Claim<'_> {
+impl VmNeed<'_> {
     /// The most that it needed within this time or will need in a moment, without a margin.
     fn needs(&self, at: Stamp, level: Level) -> Bytes {
         let peak = self.m.recent.peak(at, level.within_ms);
@@ -260,7 +260,7 @@ pub(super) fn allot(
     most_of: &[Bytes],
 ) -> Allotment {
     let (at, host) = (model.at, &model.host.shown);
-    let claim = |index: usize| {
+    let need_of = |index: usize| {
         let vm = &model.vms[index];
         // RAM that is pinned is all there, or of a pool of its own.
         let g = vm.guest.as_ref().filter(|_| !vm.outside && vm.pinned.is_none())?;
@@ -269,10 +269,10 @@ pub(super) fn allot(
         let apart = g.need - held;
         let fixed = vm.standing != Standing::Ready || brings_nothing(model, vm, m).is_some();
         let (least, most) = (least[index], most_of[index]);
-        Some(Claim { index, vm, g, m, held, apart, least, most, fixed })
+        Some(VmNeed { index, vm, g, m, held, apart, least, most, fixed })
     };
-    let claims: Vec<Claim<'_>> = (0..model.vms.len()).filter_map(claim).collect();
-    let all = host.headroom + claims.iter().map(|c| c.held).sum::<Bytes>();
+    let known: Vec<VmNeed<'_>> = (0..model.vms.len()).filter_map(need_of).collect();
+    let all = host.headroom + known.iter().map(|c| c.held).sum::<Bytes>();
     let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + host.promised;
     let (with_swap, without) = CACHE_PART;
     let swaps = host.swap_left >= host.reserve.share(with_swap);
@@ -286,7 +286,7 @@ pub(super) fn allot(
         };
         keep_of(part) + (lately.map_or(others, |l| l.peak(at, level.within_ms)) - others)
     };
-    let need = |level| claims.iter().map(|c| c.holds(at, level)).sum::<Bytes>() + keep_at(level);
+    let need = |level| known.iter().map(|c| c.holds(at, level)).sum::<Bytes>() + keep_at(level);
     // The highest level at which all fits.
     let lowest = if swaps { -SQUEEZES } else { -2 * SQUEEZES };
     let (mut fits, mut too_much) = (lowest, TIMES + COMFORTS + 1);
@@ -303,18 +303,19 @@ pub(super) fn allot(
     let part = if then > now { (all - now).fraction_of(then - now).min(1.0) } else { 1.0 };
     let between = |short: Bytes, long: Bytes| short + (long - short).share(part);
     let mut parts = vec![None; model.vms.len()];
-    for c in &claims {
+    for c in &known {
         let of = |level| c.wants(at, level);
         let keeps = between(of(level), of(next));
         let good = if c.has_grown() { keeps } else { of(Level::of((fits - APART).max(lowest))) };
-        let soon = of(Level { within_ms: level.within_ms.min(SOON_MS), more: 0.0, ..level });
+        let within_ms = level.within_ms.min(ASSURED_MS);
+        let assured = of(Level { within_ms, more: 0.0, ..level });
         let most = (fits < 0).then_some(keeps);
-        parts[c.index] = Some(Part { keeps, good, soon: soon.min(good), most });
+        parts[c.index] = Some(Part { keeps, good, assured: assured.min(good), most });
     }
     // What they hold and do not need is not free to give either.
-    let all_needs = |c: &Claim<'_>| (c.needs(at, Level::of(TIMES)) - c.apart).max(c.held);
-    let contended = claims.iter().map(all_needs).sum::<Bytes>() + keep > all;
-    let all_growth: Vec<_> = claims.iter().map(|c| c.growth(at, level)).collect();
+    let all_needs = |c: &VmNeed<'_>| (c.needs(at, Level::of(TIMES)) - c.apart).max(c.held);
+    let contended = known.iter().map(all_needs).sum::<Bytes>() + keep > all;
+    let all_growth: Vec<_> = known.iter().map(|c| c.growth(at, level)).collect();
     let growth: Bytes = all_growth.iter().map(|(alone, _)| *alone).sum();
     let beside_cache: Bytes = all_growth.iter().map(|(_, beside)| *beside).sum();
     let lacks = |part: Bytes| if model.host.known { part - host.headroom } else { Bytes::ZERO };

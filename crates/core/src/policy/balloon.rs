@@ -125,13 +125,15 @@ fn nothing_to_do(model: &Model, vm: &VmModel, m: &VmMemory, allots: &[Allotment]
     let name = model.limit_of(vm).map_or("host", |l| l.name.as_str());
     match (model.state_of(vm), vm.owed) {
         (Pressure::Clear, Bytes(0)) => format!("{name} is clear, nothing is owed to it"),
-        (Pressure::Clear, owed) => format!("{name} is clear, {owed} of it are ballooned"),
+        (Pressure::Clear, owed) => {
+            format!("{name} is clear; the VM's balloon holds {owed} for Ebb")
+        }
         (state, owed) => brings_nothing(model, vm, m).unwrap_or_else(|| {
             let within_ms = allots.iter().map(|a| a.within_ms).min().unwrap_or_default();
             let seconds = within_ms.div_ceil(1000);
             format!(
-                "{name} is {state}, {owed} of it are ballooned; it keeps what it needed in the \
-                 last {seconds} s"
+                "{name} is {state}; the VM's balloon holds {owed} for Ebb; the guest keeps what it \
+                 needed in the last {seconds} s"
             )
         }),
     }
@@ -169,12 +171,12 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     let busy = vm.agent.as_ref().is_some_and(|a| a.busy);
     let withdraw = |reason| Some(Verdict::Set { to: actual, reason });
     match () {
-        // All of these together: `relieve`.
-        () if is_poor(vm, m) => None,
+        // `relieve` divides what there is among all of these.
+        () if is_to_be_given(vm, m) => None,
         () if vm.hands_off.is_some() && shrinks => withdraw(Reason::HandsOff),
         () if m.stalled(vm) => withdraw(Reason::Withdrawn),
         () if shrinks && needed => withdraw(Reason::Needed),
-        // With them, as it may be asked for what another lives by.
+        // It is at its ceiling: `relieve` leaves it alone, or has it give for another's bare need.
         () if !vm.distress.is_empty() => None,
         () if actual > vm.ceiling && vm.standing == Standing::Ready && !busy => {
             above_ceiling(model, vm, m, actual)
@@ -207,8 +209,9 @@ fn after_reboot(model: &Model, vm: &VmModel, r: Reboot, actual: Bytes) -> Verdic
     }
 }
 
-/// Whether it is short, cannot be seen to be, or boots, and can be given something.
-fn is_poor(vm: &VmModel, m: &VmMemory) -> bool {
+/// Whether its own state has it given memory: it is short, cannot be seen to be, or boots. And it
+/// can be given some.
+fn is_to_be_given(vm: &VmModel, m: &VmMemory) -> bool {
     let Some(actual) = vm.actual else { return false };
     if !matches!(vm.standing, Standing::Ready | Standing::GiveOnly(_)) {
         return false;
@@ -289,23 +292,24 @@ fn relieve(
 ) -> Vec<Bytes> {
     let of = |i: &usize| memory.of(model.vms[*i].id);
     let parts = least_parts(allots);
-    let poor = (0..model.vms.len()).filter(|i| {
+    let to_give = (0..model.vms.len()).filter(|i| {
         let vm = &model.vms[*i];
         verdicts[*i].is_none()
-            && (is_poor(vm, of(i)) || is_low(model, vm, of(i), parts[*i].as_ref()))
+            && (is_to_be_given(vm, of(i)) || is_low(model, vm, of(i), parts[*i].as_ref()))
     });
-    let poor: Vec<usize> = poor.collect();
+    let to_give: Vec<usize> = to_give.collect();
     let wish = |i: &usize| wish(model, &model.vms[*i], of(i), parts[*i].as_ref());
-    let wishes: Vec<Wish> = poor.iter().map(wish).collect();
+    let wishes: Vec<Wish> = to_give.iter().map(wish).collect();
     let mut left = wishes.clone();
     let mut deferred = Vec::new();
     for (limit, allot) in view.order.clone().into_iter().zip(allots) {
         let model = view.under(limit);
-        let inside = |n: &usize| !model.vms[poor[*n]].outside;
-        let inside: Vec<usize> = (0..poor.len()).filter(inside).collect();
+        let inside = |n: &usize| !model.vms[to_give[*n]].outside;
+        let inside: Vec<usize> = (0..to_give.len()).filter(inside).collect();
         let asked: Vec<Wish> = inside.iter().map(|n| left[*n]).collect();
         // What the asking VMs take is in their wishes.
-        let others = model.vms.iter().enumerate().filter(|(i, _)| poor.binary_search(i).is_err());
+        let is_other = |(i, _): &(usize, &VmModel)| to_give.binary_search(i).is_err();
+        let others = model.vms.iter().enumerate().filter(is_other);
         let others = others.map(|(_, vm)| vm).filter(|vm| !vm.outside);
         let shown = &model.host.shown;
         let fund = Fund {
@@ -323,29 +327,30 @@ fn relieve(
             left[n] = left[n].up_to(g.to);
         }
     }
-    // Where one does not get what it lives by, one that lives and has its part may be asked. Where
-    // the host has nothing left, its OOM killer is next: then one that is short, too.
-    let starves = wishes.iter().zip(&left).any(|(wish, left)| left.all < wish.bare);
+    // Where a guest does not get its bare need, one that has more than its part and is not short
+    // may be asked for it. Where the host has next to nothing left, its OOM killer would be next:
+    // then one that is short may be asked too.
+    let below_bare_need = wishes.iter().zip(&left).any(|(wish, left)| left.all < wish.bare);
     let host = &model.host;
     let shown = &host.shown;
-    let host_starves = host.known && shown.headroom + shown.swap_left < shown.reserve.share(LAST);
+    let host_is_spent = host.known && shown.headroom + shown.swap_left < shown.reserve.share(LAST);
     let gives = |i: usize, from: Bytes| {
         let (vm, m) = (&model.vms[i], of(&i));
-        let lives = m.reboot.is_none() && vm.unseen.is_empty();
-        let may = host_starves || starves && !Distress::of(model, vm, m).short;
+        let is_seen = m.reboot.is_none() && vm.unseen.is_empty();
+        let may = host_is_spent || below_bare_need && !Distress::of(model, vm, m).short;
         // An order that takes more of it than its part is to end first.
         let goes_on = |part: &Part| m.order.is_some_and(|o| o.to < part.keeps);
-        lives && may && parts[i].is_some_and(|part| from > part.keeps && !goes_on(&part))
+        is_seen && may && parts[i].is_some_and(|part| from > part.keeps && !goes_on(&part))
     };
-    for ((i, wish), left) in poor.iter().zip(&wishes).zip(left) {
+    for ((i, wish), left) in to_give.iter().zip(&wishes).zip(left) {
         if left.all > wish.from || !gives(*i, wish.from) {
             verdicts[*i] = Some(granted(&model.vms[*i], of(i), wish, left.all));
         }
     }
     for (i, vm) in model.vms.iter().enumerate().filter(|(_, vm)| !vm.distress.is_empty()) {
-        let has_all = verdicts[i].is_none() && poor.binary_search(&i).is_err();
-        if has_all && vm.actual.is_some_and(|actual| !gives(i, actual)) {
-            verdicts[i] = Some(Verdict::Hold(format!("{}, but it has all it may", vm.distress)));
+        let at_ceiling = verdicts[i].is_none() && to_give.binary_search(&i).is_err();
+        if at_ceiling && vm.actual.is_some_and(|actual| !gives(i, actual)) {
+            verdicts[i] = Some(Verdict::Hold(format!("{}; it is at its ceiling", vm.distress)));
         }
     }
     deferred
@@ -413,13 +418,13 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         let first = (from + LEAST_GIVEN).min(all);
         return Wish { bare: from, first, due: first, second: all, third: all, all, ..none };
     }
-    let soon = part.map_or(from, |p| p.soon.min(vm.whole).max(from));
-    let third = part.map_or(soon, |p| p.good.min(vm.whole).max(soon));
+    let assured = part.map_or(from, |p| p.assured.min(vm.whole).max(from));
+    let third = part.map_or(assured, |p| p.good.min(vm.whole).max(assured));
     if vm.distress.is_empty() {
         // It may need nothing: no other guest is squeezed for it.
         let all = if is_unseen(vm) { vm.whole.max(third) } else { third };
-        let second = if is_unseen(vm) { all } else { soon };
-        return Wish { bare: from, first: from, due: soon, second, third, all, ..none };
+        let second = if is_unseen(vm) { all } else { assured };
+        return Wish { bare: from, first: from, due: assured, second, third, all, ..none };
     }
     let d = Distress::of(model, vm, m);
     // One that is short cannot wait for others.
@@ -435,7 +440,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         let buffers = g.buffer.share(if again { 2.0 } else { 1.0 });
         third = third.max(g.working_set + buffers);
     }
-    let due = due.max(soon).min(vm.ceiling);
+    let due = due.max(assured).min(vm.ceiling);
     // How far it goes on is not known: where the host has it, a part of what it may have.
     let more = (actual + vm.ram.unwrap_or(vm.ceiling).share(MORE)).min(vm.whole);
     let third = due.max(third).max(more).min(vm.ceiling);

@@ -5,8 +5,9 @@
 //! guest's OOM killer is deadly. Beyond headroom and the swap that these guests may use nothing is
 //! granted: there the host's own OOM killer, or their cgroup's, would take a whole VM. The second
 //! makes a guest comfortable and comes from headroom above the mark of critical. The third comes
-//! from headroom above what the host keeps, and all that a guest may have beyond it from headroom
-//! above the reserve. What does not fit is deferred: others are squeezed for it at once, and it is
+//! from headroom above what the host keeps. A host may keep more than its reserve: while tasks
+//! stall, for VMs that have just started, and for others than VMs. One that is clear or soft gives
+//! of that too, down to the reserve. What does not fit is deferred: others are squeezed for it at once, and it is
 //! granted as what they freed shows up as headroom. A guest that is given more than the first part
 //! takes all that it had before, too: it pays for what the host does not hold of that yet. What a
 //! guest was granted lately and has not touched counts as spent.
@@ -46,13 +47,13 @@ pub struct Wish {
     pub second: Bytes,
     /// With the third part: what it is likely to need again, where the host has more than it keeps.
     pub third: Bytes,
-    /// All that it may have.
+    /// The largest of these sizes.
     pub all: Bytes,
     pub weight: f64,
 }
 
 impl Wish {
-    /// The same as far as a size.
+    /// The wish, none of its sizes above `most`.
     pub fn up_to(self, most: Bytes) -> Wish {
         let [bare, first, due, second, third, all] =
             [self.bare, self.first, self.due, self.second, self.third, self.all]
@@ -82,9 +83,10 @@ pub struct Fund {
     pub outstanding: Bytes,
     /// What of it will be touched in a moment.
     pub spoken_for: Bytes,
-    /// What the host keeps of its headroom where no guest is in need.
+    /// What the host keeps of its headroom where no guest is in need; it may be more than the
+    /// reserve.
     pub keep: Bytes,
-    /// The host is clear or soft.
+    /// The host is clear or soft: it gives down to the reserve.
     pub calm: bool,
 }
 
@@ -113,6 +115,8 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     let left = there - fund.outstanding - parts.not_taken(|w| w.third, |w| w.outstanding);
     spent += parts.serve(left - fund.keep - spent, all, by_weight, |w| w.third);
     if fund.calm {
+        // All is the second part or the third (`wish` in `balloon.rs`). So more is given here only
+        // where `keep` is more than the reserve.
         parts.serve(left - fund.reserve - spent, all, by_weight, |w| w.all);
     }
     let grant = |(w, to): (&Wish, Bytes)| Grant { to, deferred: w.due - to };
@@ -277,6 +281,14 @@ mod tests {
         assert_eq!(sizes(&fund(1500), &[wish(1.0)]), [(900, 0)], "100 above the reserve");
         let hard = Fund { calm: false, ..fund(5000) };
         assert_eq!(sizes(&hard, &[wish(1.0)]), [(800, 0)]);
+    }
+
+    #[test]
+    fn a_calm_host_that_keeps_more_than_its_reserve_gives_down_to_the_reserve() {
+        let more = Wish { third: Bytes::mib(1900), all: Bytes::mib(1900), ..wish(1.0) };
+        let keeps = |calm| Fund { keep: Bytes::mib(1500), calm, ..fund(2000) };
+        assert_eq!(sizes(&keeps(false), &[more]), [(900, 0)], "500 MiB above what it keeps");
+        assert_eq!(sizes(&keeps(true), &[more]), [(1400, 0)], "1000 MiB above the reserve");
     }
 
     #[test]

@@ -48,26 +48,27 @@ const BATCH_MOST: u64 = 20_000;
 const BATCH_LEAST: (u64, u64) = (100, 4);
 /// Sleep between batches, ms. Never 0: the scan would not release its lock.
 const SLEEP_MS: u64 = 20;
-/// The same in pulses: a tick of many a kernel's clock.
+/// Sleep between pulses, ms: one timer tick at CONFIG_HZ=250.
 const PULSE_SLEEP_MS: u64 = 4;
 /// Up to this share of a core work is done in pulses.
 const GENTLE: f64 = 0.02;
-/// Less than this is not worth a burst.
-const LEAST: Bytes = Bytes::mib(16);
+/// Less than this is not worth a burst, and less that breaks is no storm.
+const WORTH_A_BURST: Bytes = Bytes::mib(16);
 /// A burst is judged each time that it has used this much CPU, also within a scan.
 const JUDGE_CPU_MS: u64 = 2_000;
-/// The cost of a page is computed from at least this many pages and this much CPU time: counters
+/// The cost of a page is measured from at least this number of pages and this CPU time: counters
 /// in milliseconds are coarse.
-pub const JUDGED: (u64, Duration) = (1_000, Duration::from_millis(10));
+pub const MEASURED_FROM: (u64, Duration) = (1_000, Duration::from_millis(10));
 /// Nothing is merged before all was seen twice.
 const SCANS_LEAST: u64 = 2;
 /// A burst ends after this many scans in any case.
 const SCANS_MOST: u64 = 64;
-/// This share of what was planned counts as all of it: guests go on writing.
-const ALL: f64 = 0.99;
-/// And a whole scan that brings less than this was the last.
-const LITTLE: f64 = 0.01;
-/// After a burst that did not pay; doubled each time.
+/// A burst ends when this share of what was planned is saved: guests go on writing.
+const ENOUGH_SAVED: f64 = 0.99;
+/// A burst ends after a whole scan that brings less than this share of what was planned.
+const SCAN_TOO_POOR: f64 = 0.01;
+/// No burst begins for this time after one that did not pay: at first and at most, doubled each
+/// time.
 const HOLD_MS: (u64, u64) = (60_000, 3_600_000);
 
 /// Pages that KSM would look at, and what comes of them.
@@ -132,7 +133,7 @@ pub struct Settings {
     /// Share of one core that `ksmd` may use while the host is short; on a hard host twice
     /// that, on a critical one two and a half times.
     pub cores: f64,
-    /// The same while it is not short, never more than `cores`.
+    /// Share of one core that `ksmd` may use while the host is not short, at most `cores`.
     pub clear_cores: f64,
     /// Memory that a second of its CPU must save while the host is not short.
     pub floor: Bytes,
@@ -177,7 +178,7 @@ impl Facts {
     /// Whether what is to be had beyond `saves` is worth two scans of all that is open.
     fn has_more_than(&self, saves: Bytes, floor: Bytes) -> bool {
         let (more, cost_s) = (self.planned.saves() - saves, SCANS * self.planned.again_s());
-        more >= LEAST && more >= floor.share(cost_s)
+        more >= WORTH_A_BURST && more >= floor.share(cost_s)
     }
 }
 
@@ -255,7 +256,7 @@ impl Burst {
         let last = self.last.0;
         let pages = facts.scanned.zip(last.scanned).map_or(0, |(a, b)| a.saturating_sub(b));
         let cpu_ms = facts.cpu_ms.saturating_sub(last.cpu_ms);
-        if let Some(now) = each_us(Duration::from_millis(cpu_ms), pages, JUDGED) {
+        if let Some(now) = each_us(Duration::from_millis(cpu_ms), pages, MEASURED_FROM) {
             self.last = (*facts, now);
         } else if facts.scanned.is_none() {
             self.last = (*facts, (ALONE_US + MERGE_US) / 2.0);
@@ -330,7 +331,7 @@ fn reason_to_wait(facts: &Facts, floor: Bytes, memory: &BurstMemory) -> Option<S
         (facts.plan == 0).then(|| "nothing was scanned yet".into()),
         is_done.then(|| "what was found is merged; until the next scan".into()),
         left.map(|left| format!("the last burst did not pay: not for another {left} s")),
-        (saves < LEAST).then(|| format!("{saves} to be had: less than {LEAST}")),
+        (saves < WORTH_A_BURST).then(|| format!("{saves} to be had: less than {WORTH_A_BURST}")),
         (each < floor).then(|| {
             format!(
                 "{saves} for {cost:.1} s of CPU is {each} a second: less than the floor {floor}"
@@ -347,7 +348,7 @@ fn reason_to_end(facts: &Facts, burst: &Burst, floor: Bytes) -> Option<&'static 
         return Some("all of it was scanned often enough");
     }
     let planned = Bytes::pages(facts.planned.zeros.saturating_add(facts.planned.duplicates));
-    if scans >= SCANS_LEAST && burst.gained(facts) >= planned.share(ALL) {
+    if scans >= SCANS_LEAST && burst.gained(facts) >= planned.share(ENOUGH_SAVED) {
         return Some("all that was found is merged");
     }
     let judged = match burst.judged {
@@ -365,7 +366,8 @@ fn reason_to_end(facts: &Facts, burst: &Burst, floor: Bytes) -> Option<&'static 
         return Some("it saves less than the floor now");
     }
     let whole = facts.scans > judged.scans;
-    (whole && saved < planned.share(LITTLE)).then_some("a whole scan brought next to nothing")
+    (whole && saved < planned.share(SCAN_TOO_POOR))
+        .then_some("a whole scan brought next to nothing")
 }
 
 /// Whether a burst that was judged then is to be judged again.
@@ -436,11 +438,12 @@ pub fn speed(cores: f64, each_us: f64) -> (u64, u64) {
     }
 }
 
-/// Pages that break away again: `ksmd` merges and guests write, and both pay.
+/// Whether a VM's merges break in a storm: `ksmd` merges, the guest writes, and both pay.
 ///
-/// A storm: in this time more pages were broken out of merges (copy-on-write)
-/// than a tenth of what is merged, and more than were merged anew. Its ranges are
-/// to be released.
+/// Compared are two looks at the VM, up to a minute apart: the pages that were merged at the
+/// first, those broken out of merges since (copied on a write), and those merged anew since. It is
+/// a storm where more than 16 MiB are broken, more than a tenth of what was merged, and more than
+/// were merged anew. The VM is then closed to KSM for a while.
 pub fn is_storm(merged_before: u64, broken: u64, newly_merged: u64) -> bool {
-    broken > LEAST.0 / PAGE && broken > merged_before / 10 && broken > newly_merged
+    broken > WORTH_A_BURST.0 / PAGE && broken > merged_before / 10 && broken > newly_merged
 }

@@ -23,7 +23,7 @@ const QUIET_MS: u64 = 120_000;
 const PATIENCE_MS: u64 = 10_000;
 /// What a running VM keeps in DRAM of all it holds.
 const KEPT: f64 = 0.5;
-/// The same of a paused one: QEMU's own memory is part of it.
+/// What a paused VM keeps in DRAM of all it holds: QEMU's own memory is part of it.
 const KEPT_PAUSED: f64 = 0.1;
 /// Less is not worth an order.
 const LEAST: Bytes = Bytes::mib(4);
@@ -31,7 +31,7 @@ const LEAST: Bytes = Bytes::mib(4);
 const RECYCLED: Bytes = Bytes::mib(16);
 
 /// What all VMs together page out in a second.
-fn pace(state: Pressure) -> Bytes {
+fn rate(state: Pressure) -> Bytes {
     match state {
         Pressure::Clear | Pressure::Soft => Bytes::ZERO,
         Pressure::Hard => Bytes::mib(64),
@@ -40,7 +40,7 @@ fn pace(state: Pressure) -> Bytes {
 }
 
 /// Orders for `missing`, and the stage in words. `ordered` is what other limits have had paged out
-/// of each VM in this tick. It goes to the same swap, at the same pace, and none of these VMs is
+/// of each VM in this tick. It goes to the same swap, at the same rate, and none of these VMs is
 /// asked again.
 pub fn offload(
     model: &Model,
@@ -58,8 +58,8 @@ pub fn offload(
     }
     let before: Bytes = ordered.iter().copied().sum();
     let room = room - before;
-    let pace = pace(model.host.shown.state);
-    if pace == Bytes::ZERO || missing < LEAST {
+    let rate = rate(model.host.shown.state);
+    if rate == Bytes::ZERO || missing < LEAST {
         return (Vec::new(), "only for what is missing on a hard host".into());
     }
     if model.host.shown.stalled < Pressure::Soft {
@@ -70,7 +70,7 @@ pub fn offload(
         return (Vec::new(), "what is missing may come from earlier stages".into());
     }
     let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
-    let mut left = missing.min(room).min(pace.share(seconds) - before);
+    let mut left = missing.min(room).min(rate.share(seconds) - before);
     let is_new = |(_, ordered): &(&VmModel, &Bytes)| **ordered == Bytes::ZERO;
     let mut cold = Vec::new();
     for (vm, _) in model.vms.iter().zip(ordered).filter(is_new) {
@@ -247,7 +247,7 @@ mod tests {
             orders(model, &memory, 500, &[Bytes::mib(ordered), Bytes::ZERO])
         };
         assert_eq!(ask(&model, 0), [(1, 256)]);
-        assert_eq!(ask(&model, 100), [(2, 156)], "of the pace of 256");
+        assert_eq!(ask(&model, 100), [(2, 156)], "of 256 a second");
         assert_eq!(ask(&model, 256), []);
         model.vms[0].outside = true;
         assert_eq!(ask(&model, 100), [(2, 156)], "below a limit beside this one");

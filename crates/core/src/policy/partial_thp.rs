@@ -17,7 +17,7 @@ use crate::units::Bytes;
 /// While a balloon grows, its VM's page tables are scanned each time that it took this
 /// much more, or this share of RAM if that is larger.
 const STEP: (Bytes, f64) = (Bytes::mib(32), 1.0 / 16.0);
-/// The same when it has come to rest.
+/// When the balloon has come to rest, they are scanned if it took this much more.
 const LEAST: Bytes = Bytes::mib(4);
 /// At rest: it did not grow for this time.
 const REST_MS: u64 = 3_000;

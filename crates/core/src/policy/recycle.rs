@@ -34,7 +34,7 @@ const BLOCK: Bytes = Bytes::mib(2);
 const WHOLE_EVERY_MS: u64 = 500;
 /// What the guest allocates in this many seconds is left of whole blocks, until the next look. The
 /// rate is an average of 2 s, so a guest that takes memory once a second takes more at a time.
-const HEADROOM_S: f64 = 1.5;
+const SLACK_S: f64 = 1.5;
 /// What touching a MiB takes where that was not measured, in microseconds: pages of 4 KiB,
 /// half a microsecond each.
 const TOUCH_US: u32 = 128;
@@ -65,7 +65,7 @@ fn params(state: Pressure) -> RecycleParams {
     RecycleParams { loss, period_ms, slack_s, split, budget_ms }
 }
 
-/// What to ask of which agent; VMs without a usable map are left out.
+/// The orders for agents; VMs without a usable map are left out.
 pub fn recycle(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Vec<RecycleOrder> {
     let mut asked: Vec<Option<Bytes>> = requests.iter().map(|r| r.bytes).collect();
     let mut of = |vm: &VmModel| -> Option<RecycleOrder> {
@@ -117,7 +117,7 @@ pub(super) fn to_come(model: &Model, vm: &VmModel, m: &VmMemory) -> Bytes {
     to_come_in(model.state_of(vm), vm, m)
 }
 
-/// The same on a host in this state.
+/// What an order to recycle is likely to bring of a VM on a host in this state.
 pub(super) fn to_come_in(state: Pressure, vm: &VmModel, m: &VmMemory) -> Bytes {
     let held = usable(vm).and_then(|agent| agent.held).unwrap_or_default();
     m.recycle.to_come(state, held.min(vm.resident.unwrap_or(held)))
@@ -226,15 +226,15 @@ fn whole_at_once(
     let freed = Whole::freed(m.whole, free);
     // One that brought something may not have come to its end.
     let again = m.whole.filter(|w| w.brought >= BLOCK).and(agent.held);
-    let headroom = Bytes((m.alloc_rate * HEADROOM_S) as u64);
-    let want = freed.max(again.unwrap_or_default()) - headroom;
+    let slack = Bytes((m.alloc_rate * SLACK_S) as u64);
+    let want = freed.max(again.unwrap_or_default()) - slack;
     if want < BLOCK || m.whole.is_some_and(|w| model.at.since(w.at) < WHOLE_EVERY_MS) {
         return None;
     }
-    let most = (headroom > Bytes::ZERO).then_some(want);
+    let most = (slack > Bytes::ZERO).then_some(want);
     let percent = 100.0 * loss;
     let why = format!(
-        "{freed} became free; {headroom} stay free in the guest; of what was recycled {back} a second \
+        "{freed} became free; {slack} stay free in the guest; of what was recycled {back} a second \
          are used again, which costs {percent:.2} % of a processor"
     );
     Some((most, why))

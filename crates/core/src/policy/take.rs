@@ -22,6 +22,11 @@ pub(super) const LEAST_STEP: Bytes = Bytes::mib(16);
 /// [`LEAST_STEP`] is for this time. A step covers the time since the one before, at most a tick or
 /// this, whichever is longer.
 const STEP_MS: u64 = 500;
+/// No step takes for longer than this: what a tick that comes later saw is old.
+pub(super) const STEP_MOST_MS: u64 = 2_000;
+/// No step takes more than this share of RAM: what the guest does with the rest is seen before it
+/// is asked again.
+const STEP_MOST: f64 = 0.5;
 /// Shrinks below this share of RAM, or below [`LEAST_STEP`], wait for a larger one
 /// unless guests wait or the host is critical: a trickle brings little, and each of them may
 /// be turned around.
@@ -91,7 +96,7 @@ pub(super) fn take(
     let urgent = deferred > Bytes::ZERO || state == Pressure::Critical;
     let lacks = will_lack(model, memory, missing.all);
     let late = lacks > Bytes::ZERO;
-    let pace = match state {
+    let rate = match state {
         _ if urgent || late => STEPS.0,
         Pressure::Hard => STEPS.1,
         _ => STEPS.2,
@@ -103,7 +108,7 @@ pub(super) fn take(
             Some(Verdict::Set { to, reason: Reason::HostShort { .. } }) => Some(*to),
             Some(_) => continue,
         };
-        match candidate(model, vm, of(vm), (index, given), (pace, urgent, late, allot)) {
+        match candidate(model, vm, of(vm), (index, given), (rate, urgent, late, allot)) {
             Ok(c) => candidates.push(c),
             Err(why) => not_asked.push((index, why)),
         }
@@ -167,7 +172,7 @@ fn arriving(model: &Model, vm: &VmModel, m: &VmMemory) -> Bytes {
     m.arriving(model.at, actual).share(vm.guest.as_ref().map_or(1.0, |g| held_share(vm, g)))
 }
 
-/// What guests will lack before balloons have brought what is missing, at the pace at which they
+/// What guests will lack before balloons have brought what is missing, at the rate at which they
 /// follow and by what the host holds of what they take: what they grow by in that time beyond what
 /// the host has and holds for them. Any guest's statistics are [`AHEAD_S`] late.
 fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
@@ -175,7 +180,7 @@ fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
     let vms = || model.vms.iter().filter(|vm| !vm.outside && vm.pinned.is_none());
     for vm in vms().filter(|vm| vm.standing == Standing::Ready && vm.distress.is_empty()) {
         let (Some(g), Some(actual)) = (&vm.guest, vm.actual) else { continue };
-        speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * pace(memory.of(vm.id));
+        speed += vm.ram.unwrap_or_default().0 as f64 * CALM_STEP * factor(memory.of(vm.id));
         let spare = actual - g.working_set;
         idle += spare;
         held += spare.share(held_share(vm, g));
@@ -203,7 +208,7 @@ fn candidate(
     vm: &VmModel,
     m: &VmMemory,
     (index, given): (usize, Option<Bytes>),
-    (pace, urgent, late, allot): (f64, bool, bool, &Allotment),
+    (rate, urgent, late, allot): (f64, bool, bool, &Allotment),
 ) -> Result<Candidate, String> {
     if vm.standing != Standing::Ready {
         return Err(vm.standing.why().to_string());
@@ -254,7 +259,7 @@ fn candidate(
         return Err(format!("{} available, nothing of it idle", g.available));
     }
     let given = before - base;
-    let step = step(vm, m, model, pace) - given;
+    let step = step(vm, m, model, rate) - given;
     if freed >= LEAST_STEP.max(step.min(idle).share(FREED_FIRST)) {
         return Err(recycled());
     }
@@ -282,11 +287,11 @@ pub(super) fn pinned(vm: &VmModel) -> Option<String> {
 pub(super) fn brings_nothing(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<String> {
     let name = &model.host.shown.name;
     let outside = || format!("it is outside of {name}: shrinking it frees nothing there");
-    let barren = m.yields.barren_until.filter(|t| *t > model.at).map(|until| {
+    let nothing_came = m.yields.brings_nothing_until.filter(|t| *t > model.at).map(|until| {
         let left = until.since(model.at).div_ceil(60_000);
         format!("its balloon grew and the host had nothing of it: asked again in {left} min")
     });
-    pinned(vm).or_else(|| vm.outside.then(outside)).or(barren)
+    pinned(vm).or_else(|| vm.outside.then(outside)).or(nothing_came)
 }
 
 /// What a guest pays, and what the host has of asking it.
@@ -326,7 +331,7 @@ pub(super) fn base(m: &VmMemory, actual: Bytes) -> Bytes {
 pub(super) fn idle(at: Stamp, base: Bytes, keeps: Bytes, g: &GuestModel, m: &VmMemory) -> Bytes {
     // One that rests may have grown since it spoke, as fast as it ever did lately: it keeps that,
     // and its least margin, however short all are.
-    let rests = m.asked.is_some_and(|asked| asked < at);
+    let rests = m.size_seen_at.is_some_and(|seen| seen < at);
     let least = g.short_mark.share(LEAST_MARKS);
     let grown = m.fastest.rate(at).share(g.age_ms as f64 / 1000.0).max(least);
     let grown = if rests { grown } else { Bytes::ZERO };
@@ -343,20 +348,19 @@ pub(super) fn must(g: &GuestModel) -> Bytes {
     g.need + g.short_mark.share(2.0)
 }
 
-/// How much larger its steps are since it follows at once.
-fn pace(m: &VmMemory) -> f64 {
-    f64::from(1u32 << m.pace.min(2))
+/// What its steps are multiplied by since it follows at once.
+fn factor(m: &VmMemory) -> f64 {
+    f64::from(1u32 << m.doublings.min(2))
 }
 
 /// The largest step now: larger while tasks suffer and while it follows at once, smaller
 /// where its statistics are doubted. It is for the time since the guest was last asked, so that
-/// many looks take neither faster nor slower than few.
+/// frequent ticks take neither faster nor slower than rare ones.
 pub(super) fn step(vm: &VmModel, m: &VmMemory, model: &Model, rate: f64) -> Bytes {
     let since = m.last_take.map_or(u64::MAX, |t| model.at.since(t));
-    // A late tick does not take more: what it saw is old.
-    let ms = since.min(model.dt_ms.max(STEP_MS)).min(2000) as f64;
-    let scale = pace(m) * (1.0 + model.host.shown.urgency) * vm.trust.level.clamp(0.1, 1.0);
-    let share = (rate * scale * ms / 1000.0).min(0.5);
+    let ms = since.min(model.dt_ms.max(STEP_MS)).min(STEP_MOST_MS) as f64;
+    let scale = factor(m) * (1.0 + model.host.shown.urgency) * vm.trust.level.clamp(0.1, 1.0);
+    let share = (rate * scale * ms / 1000.0).min(STEP_MOST);
     let least = LEAST_STEP.share((ms / STEP_MS as f64).min(1.0));
     vm.ram.unwrap_or_default().share(share).max(least)
 }

@@ -33,7 +33,8 @@ impl BalloonSample {
         self.deflate_on_oom == Some(true) && !self.guest.is_some_and(|g| g.is_windows)
     }
 
-    /// The same as far as is known. Whether a guest is Windows is told by its statistics.
+    /// Whether the driver may deflate the balloon then, as far as is known: that a guest is Windows
+    /// is told by its statistics only.
     pub fn may_deflate(&self) -> bool {
         self.deflate_on_oom != Some(false)
     }

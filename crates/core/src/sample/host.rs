@@ -91,9 +91,9 @@ pub struct Meminfo {
 pub struct PsiLine {
     /// Share of wall time stalled, percent, over 10 s.
     pub avg10: f64,
-    /// The same over 60 s.
+    /// Share of wall time stalled, percent, over 60 s.
     pub avg60: f64,
-    /// The same over 300 s.
+    /// Share of wall time stalled, percent, over 300 s.
     pub avg300: f64,
     /// Stalled time since boot, microseconds.
     pub total_us: u64,

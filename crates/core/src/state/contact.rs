@@ -16,7 +16,7 @@ use crate::units::{Stamp, doubled};
 
 /// A VM counts as silent after this time, beyond the life of its last numbers.
 const SILENT_MS: u64 = 5_000;
-/// How long it is not asked after that, at first and at most.
+/// How long it is not asked to give after that, at first and at most.
 const PAUSE_MS: (u64, u64) = (120_000, 3_600_000);
 /// If at least this many VMs are silent, and they are most, their silence has one cause.
 const SHARED_LEAST: usize = 3;
@@ -30,7 +30,7 @@ pub struct Contact {
     /// Most VMs are silent with it.
     #[serde(default)]
     pub shared: bool,
-    /// Not asked until then, because it was not heard for a while.
+    /// Not asked to give until then, because it was not heard for a while.
     pub until: Option<Stamp>,
     pub count: u32,
 }

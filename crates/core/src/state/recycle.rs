@@ -268,7 +268,7 @@ mod tests {
             m.observe(Stamp(at_s * 1000), &agent, Bytes::mib(100));
             m.alloc_rate as u64 >> 20
         };
-        // The module is asked for its facts a tick after its map was found.
+        // The module is queried for its facts a tick after its map was found.
         assert_eq!([see(1, None), see(2, Some(500_000)), see(3, Some(500_010))], [0, 0, 5]);
         assert_eq!([see(4, None), see(5, Some(500_030)), see(6, Some(500_030))], [5, 5, 2]);
     }

@@ -70,7 +70,7 @@ pub struct VmMemory {
     pub stats: Option<(Stamp, Bytes, GuestStats)>,
     /// Rates from the last two statistics.
     pub rates: Option<GuestRates>,
-    /// What the guest needed lately: its working set by how long ago it was so large.
+    /// What the guest needed lately: how much, and when last.
     pub recent: Recent,
     /// The page cache that it had lately, likewise.
     pub cached: Recent,
@@ -132,10 +132,12 @@ pub struct VmMemory {
     pub cold: Cold,
     /// How fast it follows, bytes a second, averaged over two seconds.
     pub rate: f64,
-    /// How often in a row it followed at once: each time doubles its steps.
-    pub pace: u32,
+    /// How often in a row it followed at once, at most two: each time doubles its steps.
+    #[serde(alias = "pace")]
+    pub doublings: u32,
     /// When QEMU last told its size.
-    pub asked: Option<Stamp>,
+    #[serde(alias = "asked")]
+    pub size_seen_at: Option<Stamp>,
     pub growth: Growth,
     pub fastest: Fastest,
 }
@@ -151,7 +153,7 @@ impl VmMemory {
         // What QEMU said in an earlier tick tells of no move.
         let actual = vm.balloon.as_ref().filter(|b| b.age_ms == 0).map(|b| b.actual);
         if actual.is_some() {
-            self.asked = Some(at);
+            self.size_seen_at = Some(at);
         }
         if vm.socket.is_some() {
             self.socket.clone_from(&vm.socket);

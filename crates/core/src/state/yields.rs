@@ -10,7 +10,7 @@ use crate::units::{Bytes, Stamp};
 /// This much, and this share of RAM, must have been expected before anything is concluded.
 const LEAST: (Bytes, f64) = (Bytes::mib(128), 0.02);
 /// A balloon that brings less than this share of what was expected brings nothing.
-const BARREN: f64 = 0.1;
+const BRINGS_NOTHING: f64 = 0.1;
 /// It is asked again after this.
 const PAUSE_MS: u64 = 3_600_000;
 /// What a balloon took leaves residency within this time.
@@ -25,15 +25,16 @@ pub struct Yields {
     pub came: Bytes,
     /// When the balloon last grew.
     pub grew: Option<Stamp>,
-    /// It is not asked until then.
-    pub barren_until: Option<Stamp>,
+    /// It is not asked until then: it brought nothing.
+    #[serde(alias = "barren_until")]
+    pub brings_nothing_until: Option<Stamp>,
 }
 
 impl Yields {
     /// The balloon grew by `grew` (of memory that the host held), and residency fell by
     /// `fell`.
     pub(super) fn observe(&mut self, at: Stamp, ram: Bytes, grew: Bytes, fell: Bytes) {
-        if self.barren_until.is_some_and(|t| t <= at) {
+        if self.brings_nothing_until.is_some_and(|t| t <= at) {
             *self = Yields::default();
         }
         if grew > Bytes::ZERO {
@@ -45,8 +46,9 @@ impl Yields {
         if !settled || self.expected < ram.share(LEAST.1).max(LEAST.0) {
             return;
         }
-        let barren = self.came < self.expected.share(BARREN);
-        *self = Yields { barren_until: barren.then(|| at.plus(PAUSE_MS)), ..Yields::default() };
+        let nothing = self.came < self.expected.share(BRINGS_NOTHING);
+        let brings_nothing_until = nothing.then(|| at.plus(PAUSE_MS));
+        *self = Yields { brings_nothing_until, ..Yields::default() };
     }
 }
 
@@ -60,7 +62,7 @@ mod tests {
             let at = Stamp(1000 * i as u64);
             y.observe(at, Bytes::gib(1), Bytes::mib(*grew), Bytes::mib(*fell));
         }
-        y.barren_until
+        y.brings_nothing_until
     }
 
     #[test]
@@ -72,8 +74,8 @@ mod tests {
         assert!((PAUSE_MS..PAUSE_MS + 20_000).contains(&until.0), "{until:?}");
         assert_eq!(with(&[(100, 60), (100, 5)]), None);
         assert_eq!(live(&[(100, 0), (100, 0)]), None, "it may come in a moment");
-        let mut y = Yields { barren_until: Some(Stamp(5)), ..Yields::default() };
+        let mut y = Yields { brings_nothing_until: Some(Stamp(5)), ..Yields::default() };
         y.observe(Stamp(6), Bytes::gib(1), Bytes::ZERO, Bytes::ZERO);
-        assert_eq!(y.barren_until, None, "asked again");
+        assert_eq!(y.brings_nothing_until, None, "asked again");
     }
 }

@@ -124,7 +124,7 @@ impl HashReply {
         rest(head, PAGES_MAX as usize, RECORD)
     }
 
-    /// The same, if it can be the answer to a question about these ranges.
+    /// The reply, if it can be the answer to a question about these ranges.
     pub fn parse(head: &[u8; HashReply::HEAD], rest: &[u8], ranges: &[Range]) -> Option<HashReply> {
         if HashReply::rest(head)? != rest.len() {
             return None;

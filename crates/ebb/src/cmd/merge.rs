@@ -45,7 +45,7 @@ pub enum What {
         /// Compete with everything else for the CPU [default: run when it is idle]
         #[arg(long)]
         hurry: bool,
-        /// The same as JSON
+        /// The result as JSON
         #[arg(long)]
         json: bool,
     },

@@ -28,9 +28,9 @@ use crate::state::StateFile;
 /// How long QEMUs and guests may take when Ebb stops. What is left then stays written
 /// down; `TimeoutStopSec=` of the unit is longer.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The same for closing VMs to KSM at the end: what is merged is copied then.
+/// How long closing VMs to KSM may take when Ebb stops: what is merged is copied then.
 const MARKS: Duration = Duration::from_secs(12);
-/// The same for putting KSM's settings back.
+/// How long putting KSM's settings back may take when Ebb stops.
 const KSM: Duration = Duration::from_secs(5);
 /// How often Ebb tries to listen on a socket that could not be used.
 const BIND_AGAIN: Duration = Duration::from_secs(60);

@@ -40,7 +40,7 @@ const KHUGEPAGED: [&str; 2] = [
 ];
 /// What must stay free beside what breaking merges takes.
 const SPARE: Bytes = Bytes::mib(256);
-/// The same below the limit of a cgroup.
+/// What must stay free below the limit of a cgroup.
 const SPARE_BELOW: Bytes = Bytes::mib(64);
 
 #[derive(Debug, thiserror::Error)]

@@ -56,7 +56,7 @@ const SPOT_CHECK_ONE_IN: u32 = 256;
 pub struct MappingsLook {
     /// When it began; what was ordered later is not in it.
     pub begun: Instant,
-    /// The same for the sample.
+    /// When it began, for the sample.
     pub at: Stamp,
     /// Processor time that it took.
     pub took: Duration,

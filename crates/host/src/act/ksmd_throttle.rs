@@ -1,14 +1,13 @@
-//! KSM in its thread: orders become knobs, and while `ksmd` works it is kept to its
-//! share of a core and stopped at the scan that was ordered as its last.
+//! Writes `ksmd`'s speed, corrects it each 100 ms, and stops it at the scan ordered as its last.
 //!
-//! A tick is too long for both. What a page costs `ksmd` changes by a factor of ten
+//! A tick is too long for the last two. What a page costs `ksmd` changes by a factor of ten
 //! from one scan to the next, and a small VM is scanned many times in a second.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ebb_core::config::MergeConfig;
-use ebb_core::policy::merge::{JUDGED, KsmdOrder, each_us, is_gentle, speed};
+use ebb_core::policy::merge::{KsmdOrder, MEASURED_FROM, each_us, is_gentle, speed};
 
 use super::ksm::{KsmError, KsmOwner};
 use crate::probe::ksm::{ksmd, number};
@@ -18,7 +17,7 @@ use crate::waker::Waker;
 
 /// Between two looks whether the last scan is done.
 const PAUSE: Duration = Duration::from_millis(10);
-/// Between two looks at what a page costs.
+/// Between two corrections of the speed by what a page costs.
 const PACE: Duration = Duration::from_millis(100);
 /// In pulses there are few pages in that time: the cost of one is computed from this many and
 /// this much time, which is counted in nanoseconds here.
@@ -118,7 +117,7 @@ impl Burst {
             self.seen = Some((Instant::now(), cpu, scanned));
             return None;
         };
-        let enough = if is_gentle(self.cores) { PULSED } else { JUDGED };
+        let enough = if is_gentle(self.cores) { PULSED } else { MEASURED_FROM };
         let (used, looked_at) = (cpu.saturating_sub(before), scanned.saturating_sub(pages));
         let each = each_us(used, looked_at, enough)?;
         self.seen = Some((Instant::now(), cpu, scanned));

@@ -47,7 +47,7 @@ const SOCKETS: [&str; 2] = ["virtqemud-sock", "libvirt-sock"];
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Address {
     socket: PathBuf,
-    /// The same for all domains of one daemon.
+    /// Equal for all domains of one daemon.
     key: PathBuf,
     uri: &'static str,
     domain: String,
@@ -132,7 +132,7 @@ impl Libvirt {
         })
     }
 
-    /// The same where it is not in a container.
+    /// Which libvirt started this process, where it is not in a container.
     pub fn find_here(&self, process: &QemuProcess) -> Option<Address> {
         here(&self.root, process)
     }

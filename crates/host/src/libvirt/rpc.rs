@@ -27,7 +27,7 @@ const MESSAGE: u32 = 2;
 const HEADER: usize = 28;
 /// Longest message taken, bytes: statistics of 1,000 domains are 1 MB.
 pub const MAX_MESSAGE: usize = 16 << 20;
-/// The same of a daemon in a container, which has a VM or a few.
+/// Longest message taken of a daemon in a container, which has a VM or a few.
 const MAX_OF_CONTAINER: usize = 1 << 20;
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,5 +1,5 @@
-//! Merging by KSM: what it is told to do, and what a sample tells of it, where Ebb has a part
-//! in it and where it has not.
+//! Hands a tick's merging orders to `act/ksm_worker.rs` and to agents, and puts KSM's counters into
+//! the sample, also where Ebb does not steer KSM.
 
 use std::time::{Duration, Instant};
 

@@ -158,7 +158,8 @@ impl LinuxHost {
         }
     }
 
-    /// The same at the end: waits until it is written, for a second at most.
+    /// Has libvirt note what balloons hold, as [`LinuxHost::note`], and waits until it is written,
+    /// for a second at most.
     pub fn note_last(&mut self, notes: &[(VmId, Option<Bytes>)]) {
         self.note(notes);
         let until = Instant::now() + RESTORE;

@@ -245,8 +245,8 @@ pub fn read_pool(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<LimitSample
     }))
 }
 
-/// The same without what its processes were killed for, and with the swap that its own limit
-/// leaves: there may be many.
+/// Reads limit and usage of a cgroup, and the swap that its own limit leaves, in fewer files than
+/// [`read_pool`]: there may be many cgroups. `None` where it has no limit or is gone.
 pub fn read_usage(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<LimitSample> {
     let Some(dir) = h.directory(cgroup) else { return Ok(None) };
     let limit = match read_limit(root, h, cgroup)? {

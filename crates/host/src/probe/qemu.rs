@@ -17,7 +17,7 @@ use super::trust::is_qemu;
 
 /// Longest name kept, that of a file: libvirt's pid file has it. Longer ones are cut.
 const MAX_NAME: usize = 255;
-/// The same for a uuid, a file's name and an object's type.
+/// Longest uuid, file's name and object's type kept. Longer ones are cut.
 const MAX_KIND: usize = 64;
 /// Most QMP sockets of one VM that are tried.
 const MAX_SOCKETS: usize = 8;

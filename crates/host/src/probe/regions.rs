@@ -116,7 +116,7 @@ pub fn guest_ram(regions: &[Region]) -> Vec<&Region> {
     marked_or_large(regions, Region::can_be_merged)
 }
 
-/// The same with what cannot be merged.
+/// The mappings that can be a VM's RAM, also those that cannot be merged.
 pub fn guest_memory(regions: &[Region]) -> Vec<&Region> {
     marked_or_large(regions, |_| true)
 }

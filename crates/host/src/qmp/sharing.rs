@@ -51,7 +51,7 @@ impl Client {
         Client::visitor(path.into(), Some(pid))
     }
 
-    /// The same where the process is not known: connects at once, so that
+    /// For a shared socket whose process is not known. It connects at once, so that
     /// [`Client::peer_pid`] tells it.
     pub fn knock(path: impl Into<PathBuf>) -> Result<Client, QmpError> {
         let mut client = Client::visitor(path.into(), None);

@@ -24,7 +24,8 @@ use crate::root::Root;
 use crate::sockets::{self, interest};
 use crate::sys::{Range, is_idle, set_idle};
 
-/// Milliseconds of work, by a thread that has less weight than others.
+/// An answer is awaited this long. It takes milliseconds of work, by a thread that has less weight
+/// than others.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What an agent's thread calls itself.

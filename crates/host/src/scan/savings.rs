@@ -17,7 +17,7 @@ use crate::sys::Range;
 
 /// A block of [`Blocks`], as a power of two.
 const BLOCK_SHIFT: u32 = 21;
-/// The same in bytes.
+/// A block of [`Blocks`], bytes.
 pub const BLOCK: u64 = 1 << BLOCK_SHIFT;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]

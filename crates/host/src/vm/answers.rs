@@ -45,13 +45,13 @@ impl Vm {
             // left with only the first of two settings.
             match query {
                 Query::Inventory(_) => self.inventory.forget(),
-                Query::SetInterval if !self.owed.contains(&Query::Interval) => {
-                    self.owed.push(Query::Interval);
+                Query::SetInterval if !self.unanswered.contains(&Query::Interval) => {
+                    self.unanswered.push(Query::Interval);
                 }
                 _ => {}
             }
         } else {
-            self.owed.retain(|owed| *owed != query);
+            self.unanswered.retain(|its| *its != query);
         }
         let value = match answer {
             Ok(value) => value,
@@ -208,7 +208,7 @@ impl Vm {
                     }
                     self.reporting = None;
                     self.device = self.found.take();
-                    self.owed = DETAILS.to_vec();
+                    self.unanswered = DETAILS.to_vec();
                     self.ask_balloon(true);
                 }
             }

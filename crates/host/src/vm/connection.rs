@@ -287,7 +287,7 @@ impl Vm {
         (self.device, self.interval) = (None, None);
         self.forget_stats();
         (self.reporting, self.deflate_on_oom) = (None, None);
-        self.owed.clear();
+        self.unanswered.clear();
         self.events.push(VmEvent::Connected);
     }
 
@@ -303,7 +303,7 @@ impl Vm {
             (state, _) if state.serves() && self.slow_since.is_none() && self.ready => Link::Up,
             (state, _) if state.serves() => {
                 let silent = client.heard.elapsed().as_secs_f64();
-                Link::Slow(format!("{}: silent for {silent:.1} s", client.path().display()))
+                Link::Slow(format!("{}: no answer for {silent:.1} s", client.path().display()))
             }
             // Another attempt at a socket that serves another client.
             _ if matches!(self.down, Link::Taken(_)) => self.down.clone(),

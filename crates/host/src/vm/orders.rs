@@ -166,9 +166,9 @@ impl Vm {
             // QEMU carries this out after that.
             let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(interval));
             self.send(Query::SetInterval, "qom-set", Some(set));
-        } else if again && !self.owed.contains(&Query::Interval) {
+        } else if again && !self.unanswered.contains(&Query::Interval) {
             self.interval = None;
-            self.owed.push(Query::Interval);
+            self.unanswered.push(Query::Interval);
         }
     }
 

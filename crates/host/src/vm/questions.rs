@@ -41,7 +41,7 @@ impl Vm {
         stats_due
             || !self.ready
             || self.device.is_none()
-            || !self.owed.is_empty()
+            || !self.unanswered.is_empty()
             || self.ordered.is_some()
             || self.kicked > self.asked_at
             || self.was_kicked
@@ -112,9 +112,9 @@ impl Vm {
         let is_late = now - heard > LATE * Duration::from_secs(interval);
         let is_due = self.interval_asked.is_none_or(|at| now - at >= LATE_EVERY);
         let runs = self.answers.run == Some(RunState::Running);
-        if is_late && is_due && runs && !self.owed.contains(&Query::Interval) {
+        if is_late && is_due && runs && !self.unanswered.contains(&Query::Interval) {
             self.interval_asked = Some(now);
-            self.owed.push(Query::Interval);
+            self.unanswered.push(Query::Interval);
         }
     }
 
@@ -144,7 +144,7 @@ impl Vm {
             self.send(Query::Balloon, "query-balloon", None);
         }
         self.get(Query::Stats, qmp_balloon::STATS);
-        for query in self.owed.clone() {
+        for query in self.unanswered.clone() {
             let property = match query {
                 Query::Reporting => qmp_balloon::REPORTING,
                 Query::DeflateOnOom => qmp_balloon::DEFLATE_ON_OOM,

@@ -24,7 +24,7 @@ pub enum Fault {
     /// claimed done.
     WriteDown,
     /// Hands off guests that do not answer or are being migrated: that is hidden.
-    HandsOff,
+    MustNotBeOrdered,
     /// Old numbers are not believed: they are shown as new.
     OldNumbers,
     /// Orders that move nothing are withdrawn: the loop forgets its orders.
@@ -47,7 +47,7 @@ pub enum Fault {
 pub const FAULTS: [Fault; 11] = [
     Fault::Floors,
     Fault::WriteDown,
-    Fault::HandsOff,
+    Fault::MustNotBeOrdered,
     Fault::OldNumbers,
     Fault::Withdrawal,
     Fault::Reboots,
@@ -124,7 +124,7 @@ impl Faulty {
         }
         for vm in &mut sample.vms {
             match self.fault {
-                Some(Fault::HandsOff) => {
+                Some(Fault::MustNotBeOrdered) => {
                     self.last.extend(vm.balloon.clone().map(|b| (vm.id, b)));
                     vm.balloon = self.last.get(&vm.id).cloned();
                     vm.link = Link::Up;
@@ -137,7 +137,7 @@ impl Faulty {
             let actual = balloon.actual;
             let Some(g) = balloon.guest.as_mut() else { continue };
             match self.fault {
-                Some(Fault::OldNumbers | Fault::HandsOff) => {
+                Some(Fault::OldNumbers | Fault::MustNotBeOrdered) => {
                     (g.age_ms, g.updated_s) = (0, wall_s);
                 }
                 Some(Fault::Reboots) => (g.major_faults, g.minor_faults) = (None, None),

@@ -17,7 +17,7 @@ fn trial(fault: Fault) -> (Law, Vec<Setup>) {
     match fault {
         Fault::Floors => (Law::Floor, named("overcommit-2.0")),
         Fault::WriteDown => (Law::WrittenDown, named("spikes")),
-        Fault::HandsOff => (Law::HandsOff, all_are(Misbehaviour::Flaky)),
+        Fault::MustNotBeOrdered => (Law::MustNotBeOrdered, all_are(Misbehaviour::Flaky)),
         Fault::OldNumbers => (Law::OldNumbers, all_are(Misbehaviour::Silent)),
         Fault::Withdrawal => (Law::Stuck, named("one-stuck")),
         Fault::Reboots => (Law::Reboot, all_are(Misbehaviour::Rebooting)),

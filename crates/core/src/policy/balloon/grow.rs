@@ -3,7 +3,7 @@
 use crate::model::{Model, VmModel};
 use crate::plan::Reason;
 use crate::policy::Verdict;
-use crate::policy::take::{LEAST_STEP, priced, round_up};
+use crate::policy::take::{LEAST_STEP, STEP_MOST_MS, priced, round_up};
 use crate::state::{Memory, VmMemory};
 use crate::units::{Bytes, Stamp};
 
@@ -22,7 +22,7 @@ pub(super) fn grow(
     surplus: &[(usize, Bytes)],
     verdicts: &mut [Option<Verdict>],
 ) {
-    let seconds = model.dt_ms.min(2000) as f64 / 1000.0;
+    let seconds = model.dt_ms.min(STEP_MOST_MS) as f64 / 1000.0;
     let given = |s: &Bytes| (*s).min(s.share(SURPLUS_RATE * seconds).max(LEAST_STEP));
     let mut left: Vec<Bytes> = surplus.iter().map(|(_, s)| given(s)).collect();
     if !model.host.known {

@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Candidates, Facts, KsmdOrder, LEAST, govern, is_gentle, is_storm};
+use super::{Candidates, Facts, KsmdOrder, WORTH_A_BURST, govern, is_gentle, is_storm};
 use crate::config::MergeMode;
 use crate::model::{MergeHost, MergeVm, Model, Pressure, VmModel};
 use crate::plan::{MergeOrder, MergePlan, ScanOrder};
@@ -36,7 +36,8 @@ const AGAIN_MS: u64 = 30_000;
 const SWITCHES: usize = 4;
 /// A VM that has run for less is still booting: its pages will change, and are not scanned yet.
 const YOUNG_MS: u64 = 60_000;
-/// The same where the host lacks memory: a scan of pages that will change is better than a late one.
+/// The first scan waits this long where the host lacks memory: a scan of pages that will change is
+/// better than a late one.
 const YOUNG_SHORT_MS: u64 = 10_000;
 /// The first scan waits this long for agents that are being met.
 const MEET_MS: u64 = 60_000;
@@ -70,7 +71,7 @@ pub struct MergeMemory {
     pub asked: Option<bool>,
 }
 
-/// The same of one VM.
+/// What is remembered of merging in one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct VmMergeMemory {
@@ -156,7 +157,7 @@ impl MergeMemory {
     pub fn observe(&mut self, scans: u64, found: &Candidates) {
         if scans != self.scans {
             self.scans = scans;
-            let fruitless = found.saves() < LEAST;
+            let fruitless = found.saves() < WORTH_A_BURST;
             self.fruitless = if fruitless { (self.fruitless + 1).min(FRUITLESS_MOST) } else { 0 };
         }
     }
@@ -177,11 +178,12 @@ struct Out {
 }
 
 /// Decides a tick; also what is remembered of it. `None` where merging is off. `lacks`: what the
-/// host lacks to back what all VMs are to have. Where it lacks [`LEAST`], merging works as on a soft
-/// host, also while the host's state is clear: merging takes nothing from a guest, a balloon does.
+/// host lacks to back what all VMs are to have. Where it lacks [`WORTH_A_BURST`], merging works as
+/// on a soft host, also while the host's state is clear: merging takes nothing from a guest, a
+/// balloon does.
 pub fn merge(model: &Model, memory: &Memory, lacks: Bytes) -> Option<(MergePlan, MergeMemory)> {
     let host = model.host.merge.as_ref()?;
-    let state = match lacks < LEAST {
+    let state = match lacks < WORTH_A_BURST {
         true => model.host.shown.state,
         false => model.host.shown.state.max(Pressure::Soft),
     };

@@ -19,8 +19,8 @@ pub const RANGES_MAX: usize = 4096;
 /// Pages without a duplicate that are opened rather than one range more: KSM's own memory
 /// for them is less than that for its mappings.
 const GAP: u64 = 4;
-/// The same where they are open already: to close them and perhaps open them again
-/// costs more.
+/// Pages without a duplicate that stay open, where they are, rather than one range more: to close
+/// them and perhaps open them again costs more.
 const GAP_OPEN: u64 = 32;
 /// Never open, at the beginning of RAM: guest page 0 tells of resets, and is alike in
 /// many VMs.

@@ -12,7 +12,7 @@ use crate::units::{Bytes, Stamp};
 /// How long a guest is left alone after a reset or first sight: its numbers are those
 /// of a booting kernel.
 pub const SETTLE_MS: u64 = 20_000;
-/// The same on a host that is not clear, if the new kernel has sent statistics.
+/// How long it is left alone on a host that is not clear, if the new kernel has sent statistics.
 const SETTLE_LEAST_MS: u64 = 10_000;
 /// A VM that has run for less than this has just started.
 const YOUNG_MS: u64 = 60_000;
@@ -101,7 +101,7 @@ impl VmMemory {
         self.contact.forget_guest();
         self.doubt = None;
         self.hot = Hot::default();
-        (self.rate, self.pace) = (0.0, 0);
+        (self.rate, self.doublings) = (0.0, 0);
     }
 
     /// Whether it still takes what it was promised at its start.

@@ -40,11 +40,12 @@ const SURELY_SET: Bytes = Bytes::mib(16);
 const STATS_MS: u64 = 2_000;
 /// What a balloon took longer ago than this, QEMU has dealt with.
 const INFLATE_ECHO_MS: u64 = 2_000;
-/// The same of one that has reached exactly the size of the last order.
+/// What a balloon took longer ago than this, where it has reached exactly the size of the last
+/// order: QEMU has dealt with that.
 const LANDED_ECHO_MS: u64 = 250;
 const HARM_MOST: u32 = 4;
 /// How often steps are doubled at most.
-const PACE_MOST: u32 = 2;
+const DOUBLINGS_MOST: u32 = 2;
 
 /// Memory given to a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -176,7 +177,7 @@ impl VmMemory {
         if matches!(action.reason, Reason::GuestShort { .. }) && taken > self.harm_at {
             self.harm = (self.harm + 1).min(HARM_MOST);
             self.harm_at = Some(at);
-            self.pace = 0;
+            self.doublings = 0;
         }
         self.last_give = Some(at);
         if matches!(action.reason, Reason::HostClear { .. }) {
@@ -354,7 +355,7 @@ impl VmMemory {
         if actual.abs_diff(order.to) < Bytes::mib(1) {
             self.landed = actual == order.to && !order.cuts_short;
             if order.to < order.moved_from {
-                self.pace = (self.pace + 1).min(PACE_MOST);
+                self.doublings = (self.doublings + 1).min(DOUBLINGS_MOST);
             }
             self.order = None;
             self.stuck_count = 0;
@@ -365,7 +366,7 @@ impl VmMemory {
         } else {
             // A tick that came late has not looked meanwhile.
             order.still_ms += dt_ms.min(LOOK_MS);
-            self.pace = 0;
+            self.doublings = 0;
             // QEMU may not have got it, or was told something else since.
             if order.to > actual && order.still_ms >= STUCK_AFTER_MS {
                 (self.order, self.unmoved) = (None, true);

@@ -21,8 +21,8 @@ const HOT_S: f64 = 10.0;
 const FACTS_LIFE_MS: u64 = 3_000;
 /// For this time after a balloon moved unexpectedly the guest's statistics may be from before.
 const STRAY_MS: u64 = 3_000;
-/// The same numbers are a new answer only if they are younger by this: QEMU gives their
-/// time in whole seconds, and asking takes some time.
+/// Numbers equal to those before are a new answer only if they are younger by this: QEMU gives
+/// their time in whole seconds, and a query takes some time.
 const AGAIN_MS: u64 = 100;
 /// After this many samples with the same statistics and the same balloon size, the statistics are
 /// taken to be of that size.
@@ -204,8 +204,8 @@ impl VmMemory {
     }
 
     /// Its statistics are the same as in the last sample. After some samples at one size QEMU has
-    /// most likely asked it again since it was given memory, and it has used that up: a guest that
-    /// still waits for memory reports the same before and after a return.
+    /// most likely queried it again since it was given memory, and it has used that up: a guest
+    /// that still waits for memory reports the same before and after a return.
     fn hear_again(&mut self, at: Stamp, actual: Bytes, now: &GuestStats) {
         self.again = if self.sizes.since() == Some(at) { 0 } else { self.again + 1 };
         let (Some(available), Some(was)) = (now.available.or(now.free), self.need()) else {

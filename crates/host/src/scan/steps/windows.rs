@@ -12,13 +12,13 @@ use crate::sys::Range;
 /// What a thread takes at a time. Its pages are listed right before they are
 /// read, so few have gone when their turn comes.
 pub(super) const WINDOW: u64 = 32 << 20;
-/// The same where that takes longer: see [`GENTLE_PIECE`]. A huge page, which is not cut.
+/// What a thread takes at a time where work is gentle: a huge page, which is not cut.
 pub(super) const GENTLE_WINDOW: u64 = 2 << 20;
 /// What is copied at a time: fits the second-level cache.
 pub(super) const PIECE: u64 = 1 << 20;
-/// The same for gentle work: ten to thirty microseconds.
+/// What is copied at a time where work is gentle: ten to thirty microseconds.
 pub(super) const GENTLE_PIECE: u64 = 64 << 10;
-/// The same where only lines are read.
+/// What is read at a time where work is gentle and only lines are read.
 pub(super) const GENTLE_LINES: u64 = 512 << 10;
 /// What a sample reads at a time.
 pub(super) const SAMPLE: u64 = 64 << 10;

@@ -20,7 +20,7 @@ fn who_brings_nothing_is_not_asked() {
     let model = model(host(Pressure::Clear, 0, 0), vms());
     let v = balloon(&model, &Memory::default(), &[Reclaim::default()], &[]).verdicts;
     assert!(size(&v[0]).is_none() && size(&v[1]).is_some(), "nor by the operator");
-    let yields = Yields { barren_until: Some(NOW.plus(120_000)), ..Yields::default() };
+    let yields = Yields { brings_nothing_until: Some(NOW.plus(120_000)), ..Yields::default() };
     let m = VmMemory { yields, ..remembered(1) };
     let v = decide(host(Pressure::Critical, 400, 0), vec![vm(1, 1024, 900)], vec![m]);
     let Verdict::Hold(why) = &v[0] else { panic!("{v:?}") };
@@ -47,7 +47,7 @@ fn nobody_is_asked_for_what_it_may_need_by_a_word_from_while_its_balloon_moved()
 #[test]
 fn nobody_that_rests_is_asked_for_what_it_may_have_grown_by_since_it_spoke() {
     let ask = |mib_a_second, asked_ms| {
-        let mut m = VmMemory { asked: ago(asked_ms), ..remembered(1) };
+        let mut m = VmMemory { size_seen_at: ago(asked_ms), ..remembered(1) };
         m.fastest.see(NOW, (mib_a_second << 20) as f64);
         sized(host(Pressure::Critical, 2048, 0), says(vm(1, 1024, 724), |g| g.age_ms = 300), m)
     };
@@ -270,10 +270,10 @@ fn a_guest_whose_cache_was_taken_counts_with_as_much_as_one_that_has_its_own() {
 
 #[test]
 fn doubted_guests_are_asked_gently_and_followers_faster() {
-    let ask = |level, pace| {
+    let ask = |level, doublings| {
         let mut one = vm(1, 1024, 900);
         one.trust.level = level;
-        let m = VmMemory { pace, ..remembered(1) };
+        let m = VmMemory { doublings, ..remembered(1) };
         taken_of(host(Pressure::Soft, 1400, 0), one, m)
     };
     assert_eq!((ask(1.0, 0), ask(0.5, 0), ask(1.0, 1), ask(1.0, 2)), (102, 51, 204, 409));
