@@ -339,7 +339,7 @@ mod tests {
         let pinned = VmModel { pinned: Some("VFIO".into()), ..idle_vm() };
         assert_eq!(supply_by(&pinned, &m).idle, Bytes::ZERO);
         let mut barren = VmMemory::default();
-        barren.yields.barren_until = Some(Stamp(200_000));
+        barren.yields.brings_nothing_until = Some(Stamp(200_000));
         assert_eq!(supply_by(&vm, &barren).idle, Bytes::ZERO);
         let mut model = Model { vms: vec![pinned, idle_vm()], ..Model::default() };
         model.host.shown.state = Pressure::Critical;
