@@ -56,8 +56,6 @@ pub struct Memory {
     /// Since when it is in that state.
     pub state_since: Stamp,
     pub vmstat: Option<Vmstat>,
-    /// What Ebb had paged out of the VMs then.
-    pub paged_out: Bytes,
     pub vms: Vec<VmMemory>,
     pub urgency: f64,
     /// What each stage was expected to bring, and brought.
@@ -411,7 +409,7 @@ impl Memory {
             self.state = model.host.shown.state;
             self.state_since = model.at;
         }
-        (self.vmstat, self.paged_out) = (model.host.vmstat, model.host.paged_out);
+        self.vmstat = model.host.vmstat;
         self.urgency = model.host.shown.urgency;
         self.see_limits(model);
         self.see_others(model);

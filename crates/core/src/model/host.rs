@@ -14,7 +14,7 @@ use super::{MergeHost, Pressure, VmModel};
 use crate::config::Config;
 use crate::sample::{HostSample, Psi, Sample, SwapArea, Vmstat, is_in};
 use crate::state::Memory;
-use crate::units::{Bytes, PAGE};
+use crate::units::Bytes;
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostModel {
@@ -26,8 +26,6 @@ pub struct HostModel {
     pub swap_out_rate: f64,
     /// Counters of this tick, for the next one's rates.
     pub vmstat: Option<Vmstat>,
-    /// What Ebb has paged out of the VMs.
-    pub paged_out: Bytes,
     /// Whether the host's memory could be read at all.
     pub known: bool,
     /// Each limit: the machine's first, then the VMs' cgroup's, then all others.
@@ -165,11 +163,6 @@ impl HostModel {
             swap_in_rate: rate(|v| v.swap_in_pages),
             swap_out_rate: rate(|v| v.swap_out_pages),
             vmstat: sample.host.vmstat,
-            paged_out: sample
-                .vms
-                .iter()
-                .filter_map(|vm| Some(vm.tasks.offload.as_ref()?.paged_out))
-                .sum(),
             offload_room: offload_room(config, sample),
             merge: MergeHost::new(config, sample),
             zeros: sample.host.zeros.filter(|_| config.merge.zeros),
@@ -177,9 +170,6 @@ impl HostModel {
             touch_us: sample.host.touch_us,
             ..HostModel::default()
         };
-        // What Ebb pages out itself is no sign that tasks stall.
-        let own = (host.paged_out - memory.paged_out).0 as f64 / PAGE as f64;
-        let others_swap_out = (host.swap_out_rate - own * 1000.0 / dt_ms.max(1) as f64).max(0.0);
         let mut limits = limits(config, sample, vms);
         let by_ratio = |a: &&(Limit, _), b: &&(Limit, _)| a.0.ratio().total_cmp(&b.0.ratio());
         let decided = limits.iter().filter(|(limit, _)| !limit.only_caps);
@@ -203,7 +193,7 @@ impl HostModel {
             let machine = || sample.host.vms_psi.or(sample.host.psi).filter(|_| tells);
             let stall = Stall {
                 psi: psi.or_else(machine),
-                swap_out_rate: if tells { others_swap_out } else { 0.0 },
+                swap_out_rate: if tells { host.swap_out_rate } else { 0.0 },
                 // A v1 cgroup has no PSI of its own.
                 notified: memory.notified_at(sample.at).filter(|_| tells && psi.is_none()),
             };

@@ -108,27 +108,6 @@ fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
 }
 
 #[test]
-fn what_ebb_pages_out_itself_is_no_stall() {
-    let state = |own: u64| {
-        let mut memory = Memory::default();
-        let mut model = None;
-        for s in 1..4 {
-            let offload =
-                OffloadSample { paged_out: Bytes::mib(own * s), ..OffloadSample::default() };
-            let tasks = Tasks { offload: Some(offload), ..Tasks::default() };
-            let mut seen = sample(s * 1_000, vec![VmSample { tasks, ..vm(1024, 600, 900) }]);
-            // Less than two reserves.
-            seen = with_left(Bytes::gib(3), seen);
-            let swap_out_pages = Bytes::mib(64 * s).0 / 4096;
-            seen.host.vmstat = Some(Vmstat { swap_out_pages, ..Vmstat::default() });
-            model = Some(tick(&mut memory, &seen));
-        }
-        model.unwrap().host.shown.state
-    };
-    assert_eq!([state(64), state(0)], [Pressure::Clear, Pressure::Soft]);
-}
-
-#[test]
 fn what_others_used_is_kept_where_a_limit_comes_and_goes() {
     let gib = Bytes::gib;
     let limit =
