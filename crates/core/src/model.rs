@@ -108,8 +108,8 @@ impl Model {
     /// The limit that counts for a VM to come: of those that most VMs are below the tightest.
     pub fn common_limit(&self) -> usize {
         // One without VMs is the pool that the configuration names.
-        // A limit above one VM is most likely its own, unless it is a slice.
-        let shared = |l: &Limit| l.vms > 1 || l.name.ends_with(".slice");
+        // A limit above one VM is most likely its own, unless it is a slice or the pool.
+        let shared = |l: &Limit| l.is_named || l.vms > 1 || l.name.ends_with(".slice");
         let most =
             |l: &&Limit| l.is_host() || l.vms == 0 || 2 * l.vms > self.vms.len() && shared(l);
         let limit = tightest(self.host.limits.iter().filter(most));

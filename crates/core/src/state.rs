@@ -66,7 +66,7 @@ pub struct Memory {
     /// The limit shown as the host and the VMs at the last tick: where another one comes, what it
     /// holds may count as others' for a moment.
     pub others_of: (String, Vec<VmId>),
-    /// The limits at the last tick, where there were others than the machine's: `state`, `urgency`
+    /// The limits at the last tick, once there were others than the machine's: `state`, `urgency`
     /// and `others` are those of one.
     #[serde(rename = "bounds")]
     pub limits: Vec<LimitMemory>,
@@ -89,7 +89,6 @@ pub struct LimitMemory {
     pub others: Recent,
     /// The VMs that were below it.
     pub vms: Vec<VmId>,
-    #[serde(default)]
     pub seen: Stamp,
 }
 
@@ -369,21 +368,20 @@ impl Memory {
             LimitMemory { name, state, urgency, others, vms, seen: model.at }
         };
         let now = &model.host.limits;
-        // One that can be reached at times only keeps what others used of it.
+        // One that can be reached at times only keeps what others used of it. Nobody else is below
+        // a limit of a single VM.
         let kept = |l: &&LimitMemory| {
-            model.at.since(l.seen) < LIMIT_LIFE_MS && now.iter().all(|n| n.name != l.name)
+            model.at.since(l.seen) < LIMIT_LIFE_MS
+                && l.vms.len() != 1
+                && now.iter().all(|n| n.name != l.name)
         };
-        let absent = |l: &LimitMemory| LimitMemory {
-            state: Pressure::Clear,
-            urgency: 0.0,
-            vms: Vec::new(),
-            ..l.clone()
-        };
+        let absent =
+            |l: &LimitMemory| LimitMemory { state: Pressure::Clear, urgency: 0.0, ..l.clone() };
         let kept: Vec<LimitMemory> = self.limits.iter().filter(kept).map(absent).collect();
-        self.limits = match now.len() {
-            0 | 1 if kept.is_empty() => Vec::new(),
-            _ => now.iter().map(one).chain(kept).collect(),
-        };
+        // Of the machine alone `others` tells, unless another limit was shown lately.
+        if now.len() > 1 || !self.limits.is_empty() {
+            self.limits = now.iter().map(one).chain(kept).collect();
+        }
     }
 
     /// Takes in what others than VMs use, where it is known.

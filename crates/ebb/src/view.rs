@@ -273,7 +273,7 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, decided: &DecidedByVm<'_>, remembered
     swap: Option<Bytes> = m.swap;
     /// Why none of its memory is taken with the balloon.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pinned: Option<String> = m.pinned.clone();
+    pinned: Option<String> = m.pinned.clone().or(s.no_room.clone());
     /// What it holds of pools of huge pages, which is not resident by the kernel's count.
     #[serde(skip_serializing_if = "ebb_core::sample::is_default")]
     hugetlb: Bytes = s.process.map(|p| p.hugetlb).unwrap_or_default();

@@ -364,7 +364,8 @@ impl Vm {
             events: std::mem::take(&mut self.events),
             age_ms: age_of(id),
             pinned: self.pinned(),
-            in_pool: self.process.args.hugepages,
+            no_room: self.no_room.clone(),
+            in_pool: self.is_in_pool(),
             hands_off: self.access.hands_off_ms.map(|left_ms| HandsOff {
                 left_ms,
                 done: self.agent.as_ref().is_none_or(AgentLink::has_left),
@@ -380,7 +381,12 @@ impl Vm {
         why(p.passthrough, "a VFIO or vDPA device pins it")
             .or_else(|| p.pinned.clone())
             .or_else(|| why(p.hugepages, "its RAM is huge pages of a pool"))
-            .or_else(|| self.no_room.clone())
+    }
+
+    /// Whether its RAM is in a pool of huge pages: an object of another purpose may be, too.
+    fn is_in_pool(&self) -> bool {
+        let most = self.ram.unwrap_or_default().share(0.5);
+        self.process.args.hugepages && self.memory.is_some_and(|m| m.hugetlb >= most)
     }
 
     /// Its size by the last answers.

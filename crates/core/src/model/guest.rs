@@ -182,6 +182,14 @@ pub(crate) fn implausible(
     {
         return Some(format!("{free} free, but {in_map} by its map of free pages"));
     }
+    uses_too_much(vm, stats, least)
+}
+
+/// How the guest's need contradicts what the host holds for it, for people. `least`: the smallest
+/// size that it had when it may have spoken.
+pub(crate) fn uses_too_much(vm: &VmSample, stats: &GuestStats, least: Bytes) -> Option<String> {
+    let ram = vm.ram.unwrap_or(least);
+    let (available, slack) = (stats.available.or(stats.free)?, slack(ram));
     // Huge pages of a pool are in no process's count, nor is shared memory in swap.
     let process = vm.process.filter(|p| vm.pinned.is_none() && !p.is_shared())?;
     let host_side = process.resident() + process.swap;

@@ -81,6 +81,9 @@ pub struct Limit {
     /// It only bounds what VMs are given: others would take what its VMs give.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub only_caps: bool,
+    /// The configuration names it (`host.cgroup`).
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub is_named: bool,
     /// What made its state, for people.
     pub why: String,
 }
@@ -313,6 +316,7 @@ fn limits(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
             // What one was promised that is alone below a cgroup's limit, only it can take.
             promised: match vms.as_slice() {
                 [_] if !limit.is_host() => Bytes::ZERO,
+                vms if vms.iter().all(|v| v.promised == Bytes::ZERO) => Bytes::ZERO,
                 vms => {
                     let inside = |(path, _): &&(&str, Bytes)| {
                         limit.is_host() || *path != limit.name && is_in(path, &limit.name)
@@ -352,6 +356,7 @@ fn limits(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
             only_caps: !p.nodes.is_empty() && unbound,
             capacity: p.limit,
             headroom: p.left(),
+            is_named: config.pool.as_deref() == Some(p.path.as_str()),
             swap_left: above.fold(swap_left, Bytes::min),
             ..Limit::default()
         };

@@ -128,6 +128,7 @@ pub(super) fn standing(
         vm.ram
             .is_none()
             .then(|| "what RAM it has is not known: nor is what it would be owed".into()),
+        vm.no_room.clone().map(|why| format!("its balloon is left alone: {why}")),
         m.reboot.map(|_| "it rebooted: its size is not known yet".into()),
         seconds_to(m.settle_until).map(|s| format!("it rebooted: left alone for {s} s more")),
         disbelieved.then(|| format!("its numbers are not believed: {}", model.trust.why)),

@@ -242,6 +242,7 @@ fn a_limit_above_one_vm_alone_is_most_likely_its_own() {
     assert_eq!(common(limit("/m.slice", 1), 1), 1);
     assert_eq!(common(limit("/m", 2), 3), 1);
     assert_eq!(common(limit("/pool", 0), 3), 1, "the configuration names it");
+    assert_eq!(common(Limit { is_named: true, ..limit("/pool", 1) }, 1), 1, "and with a VM");
 }
 
 #[test]

@@ -338,9 +338,9 @@ mod tests {
         assert!(supply_by(&vm, &m).idle > Bytes::gib(3), "{:?}", supply_by(&vm, &m));
         let pinned = VmModel { pinned: Some("VFIO".into()), ..idle_vm() };
         assert_eq!(supply_by(&pinned, &m).idle, Bytes::ZERO);
-        let mut barren = VmMemory::default();
-        barren.yields.brings_nothing_until = Some(Stamp(200_000));
-        assert_eq!(supply_by(&vm, &barren).idle, Bytes::ZERO);
+        let mut nothing_came = VmMemory::default();
+        nothing_came.yields.brings_nothing_until = Some(Stamp(200_000));
+        assert_eq!(supply_by(&vm, &nothing_came).idle, Bytes::ZERO);
         let mut model = Model { vms: vec![pinned, idle_vm()], ..Model::default() };
         model.host.shown.state = Pressure::Critical;
         assert_eq!(last_resort(&model, Bytes::gib(1)).len(), 1, "to pause it frees nothing");

@@ -103,7 +103,10 @@ pub struct VmSample {
     /// device, locked, encrypted, huge pages of a pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned: Option<String>,
-    /// Its RAM is in a pool of huge pages: nothing of it is in the host's other memory.
+    /// Why what it gives back might not have room when its guest takes it again: nothing is taken.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub no_room: Option<String>,
+    /// Most of its RAM is in a pool of huge pages, and not in the host's other memory.
     #[serde(default, skip_serializing_if = "super::is_default")]
     pub in_pool: bool,
     /// It is left alone at the operator's request.

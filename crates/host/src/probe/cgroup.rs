@@ -20,9 +20,10 @@ const NO_LIMIT: u64 = 1 << 62;
 /// Deepest nesting looked at; systemd's own default maximum is far lower.
 const MAX_DEPTH: usize = 64;
 
-/// A line of `/proc/self/mountinfo`, the fields in use.
+/// A line of `/proc/PID/mountinfo`, the fields in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
+    pub id: u64,
     /// The part of the file system that is mounted.
     pub root: String,
     pub point: String,
@@ -39,10 +40,11 @@ pub fn read_mounts(root: &Root) -> Probed<Vec<Mount>> {
 pub fn parse_mountinfo(text: &str) -> Result<Vec<Mount>, ParseError> {
     let mount = |line: &str| {
         let (left, right) = line.split_once(" - ")?;
-        let mut left = left.split(' ').skip(3);
+        let mut left = left.split(' ');
         let mut right = right.split(' ');
         Some(Mount {
-            root: unescape_octal(left.next()?),
+            id: left.next()?.parse().ok()?,
+            root: unescape_octal(left.nth(2)?),
             point: unescape_octal(left.next()?),
             kind: right.next()?.to_owned(),
             options: right.nth(1)?.to_owned(),

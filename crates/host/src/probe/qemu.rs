@@ -56,7 +56,7 @@ pub struct QemuArgs {
     pub hugepages: bool,
     /// Why else guest memory stays where it is: encrypted or locked.
     pub pinned: Option<String>,
-    /// All of its RAM is allocated at its start.
+    /// Some of its RAM in files is allocated at its start.
     pub preallocated: bool,
     /// Files that RAM lives in.
     pub mem_paths: Vec<String>,
@@ -112,6 +112,8 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     while let Some(arg) = args.next() {
         let Some(option) = arg.strip_prefix('-') else { continue };
         let option = option.strip_prefix('-').unwrap_or(option);
+        // The one in use here that has no value.
+        found.preallocated |= option == "mem-prealloc";
         // The value of one that is known may look like an option.
         if args.peek().is_some_and(|value| found.option(option, value, &mut monitors)) {
             args.next();
@@ -156,16 +158,17 @@ impl QemuArgs {
             "object" => {
                 let options = Options::parse(value, "qom-type");
                 self.hugepages |= options.is_on("hugetlb");
-                self.preallocated |= options.is_on("prealloc");
                 let kind = options.get("qom-type").unwrap_or_default();
                 if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
                     let kind = shown(&kind, MAX_KIND);
                     self.pinned = Some(format!("guest memory is encrypted ({kind})"));
                 }
-                self.mem_paths.extend(options.get("mem-path"));
                 // `shm_open`.
-                let shm = (kind == "memory-backend-shm").then(|| "/dev/shm".to_owned());
-                self.mem_paths.extend(shm);
+                let shm = || (kind == "memory-backend-shm").then(|| "/dev/shm".to_owned());
+                if let Some(path) = options.get("mem-path").or_else(shm) {
+                    self.preallocated |= options.is_on("prealloc");
+                    self.mem_paths.push(path);
+                }
             }
             "netdev" => self.vdpa(value, "type"),
             "blockdev" => self.vdpa(value, "driver"),
@@ -196,10 +199,6 @@ impl QemuArgs {
                 if file.rsplit('/').next().is_some_and(|f| f.starts_with("libebb_vmm")) {
                     self.agent = options.get("socket").map(PathBuf::from);
                 }
-            }
-            "mem-prealloc" => {
-                self.preallocated = true;
-                return false;
             }
             // Words for the guest's kernel, which may look like options.
             "append" => {}

@@ -6,111 +6,114 @@
 //! not allocated must have room in the mount.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::fs::Metadata;
+use std::os::linux::fs::MetadataExt;
 
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
-use rustix::fs::{AtFlags, CWD, FileType, Statx, StatxFlags, makedev, statfs, statx};
+use rustix::fs::statfs;
 
+use super::cgroup::parse_mountinfo;
 use super::qemu::QemuProcess;
-use crate::root::{ProbeError, Probed, Root, probed};
+use crate::root::{ParseError, ProbeError, Root, field, probed};
 
-const TMPFS_MAGIC: i64 = 0x0102_1994;
 /// Smaller files are QEMU's own, not RAM.
 const LEAST: u64 = 16 << 20;
+/// Most open files of a process that are looked at.
+const MOST: usize = 4096;
 
-/// The part of a VM's RAM that is in one mount.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What a VM has in mounts of the kind tmpfs that have a limit.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RamFiles {
-    /// What the mount has free.
-    pub free: Bytes,
-    /// What of the files is not allocated: the guest may still touch it.
-    pub missing: Bytes,
-    /// They were allocated at the VM's start, so that nothing can be lacking.
+    /// What a mount has free, by its device number.
+    pub free: BTreeMap<u64, Bytes>,
+    /// What of a file is not allocated: a guest may still touch it. By device and inode, as VMs may
+    /// share a file.
+    pub missing: BTreeMap<(u64, u64), Bytes>,
+    /// They were allocated at the VM's start, so that nothing can lack.
     pub preallocated: bool,
 }
 
-/// Reads what a VM's RAM has in tmpfs mounts with a limit, by the device number of the mount.
-/// Empty: nothing.
-pub fn read_ram_files(
-    root: &Root,
-    vm: &QemuProcess,
-) -> Result<BTreeMap<u64, RamFiles>, ProbeError> {
+/// Reads what of a VM's RAM is in such mounts. Only files that `/proc` tells to be in a tmpfs are
+/// looked at, and no path that the VM's user has named: another file system may hang.
+pub fn read_ram_files(root: &Root, vm: &QemuProcess) -> Result<RamFiles, ProbeError> {
     let pid = vm.id.pid;
-    let mut found: BTreeMap<u64, RamFiles> = BTreeMap::new();
-    let mut mounts = BTreeSet::new();
-    for path in &vm.args.mem_paths {
-        // A file that is given may be gone by now: its directory is on the same mount.
-        let path = Path::new(path);
-        let base = if path.is_absolute() { "root" } else { "cwd" };
-        let at = |path: &Path| look(root, format!("/proc/{pid}/{base}/{}", path.display()));
-        let file = at(path)?.map_or_else(|| path.parent().map_or(Ok(None), at), |f| Ok(Some(f)))?;
-        mounts.extend(file.map(|f| device(&f)));
-    }
-    if mounts.is_empty() {
+    let mut found = RamFiles { preallocated: vm.args.preallocated, ..RamFiles::default() };
+    if vm.args.mem_paths.is_empty() || vm.args.hugepages {
         return Ok(found);
     }
-    for fd in root.read_dir(format!("/proc/{pid}/fd"))?.unwrap_or_default() {
-        let path = format!("/proc/{pid}/fd/{}", fd.display());
-        let Some(file) = look(root, &path)?.filter(|f| mounts.contains(&device(f))) else {
+    let mounts = root.parse(format!("/proc/{pid}/mountinfo"), parse_mountinfo)?;
+    let tmpfs = mounts.into_iter().flatten().filter(|mount| mount.kind == "tmpfs");
+    let tmpfs: BTreeSet<u64> = tmpfs.map(|mount| mount.id).collect();
+    let mut files: Vec<(String, Metadata)> = Vec::new();
+    for fd in root.read_dir(format!("/proc/{pid}/fd"))?.unwrap_or_default().into_iter().take(MOST) {
+        let fd = fd.display();
+        let Some(mount) = root.parse(format!("/proc/{pid}/fdinfo/{fd}"), parse_mount_id)? else {
             continue;
         };
-        if FileType::from_raw_mode(file.stx_mode.into()) != FileType::RegularFile
-            || file.stx_size < LEAST
-        {
+        if !tmpfs.contains(&mount) {
             continue;
         }
-        let path = root.path(&path);
-        let Some(mount) = probed(&path, statfs(&path).map_err(Into::into))? else { continue };
-        if mount.f_type & 0xffff_ffff == TMPFS_MAGIC && mount.f_blocks != 0 {
-            let its = found.entry(device(&file)).or_default();
-            its.preallocated = vm.args.preallocated;
-            its.free = Bytes(mount.f_bavail.saturating_mul(mount.f_bsize as u64));
-            // `stx_blocks` counts 512 bytes each, also of what is swapped out.
-            its.missing += Bytes(file.stx_size.saturating_sub(file.stx_blocks.saturating_mul(512)));
+        let path = format!("/proc/{pid}/fd/{fd}");
+        if let Some(file) = root.metadata(&path)?
+            && file.is_file()
+            && file.len() >= LEAST
+        {
+            files.push((path, file));
         }
+    }
+    // What is free first: a guest that touches a page meanwhile makes the other number smaller.
+    for (path, file) in &files {
+        let path = root.path(path);
+        let Some(mount) = probed(&path, statfs(&path).map_err(Into::into))? else { continue };
+        if mount.f_blocks != 0 {
+            let free = Bytes(mount.f_bavail.saturating_mul(mount.f_bsize as u64));
+            found.free.entry(file.st_dev()).or_insert(free);
+        }
+    }
+    for (path, file) in files {
+        let Some(now) = root.metadata(path)?.filter(|_| found.free.contains_key(&file.st_dev()))
+        else {
+            continue;
+        };
+        // Blocks of 512 bytes; what is swapped out has its blocks, too.
+        let missing = Bytes(now.len().saturating_sub(now.st_blocks().saturating_mul(512)));
+        found.missing.insert((now.st_dev(), now.st_ino()), missing);
     }
     Ok(found)
 }
 
-/// What VMs have in tmpfs mounts: why memory of a VM must not be given back, for people.
-pub fn without_room(files: &BTreeMap<VmId, BTreeMap<u64, RamFiles>>) -> BTreeMap<VmId, String> {
-    let mut missing: BTreeMap<u64, Bytes> = BTreeMap::new();
-    for (mount, its) in files.values().flatten() {
-        *missing.entry(*mount).or_default() += its.missing;
-    }
-    let why = |(vm, its): (&VmId, &BTreeMap<u64, RamFiles>)| {
-        let lacks = |(mount, its): (&u64, &RamFiles)| {
-            (its.preallocated || its.free < missing[mount]).then(|| why(*its, missing[mount]))
-        };
-        Some((*vm, its.iter().find_map(lacks)?))
+/// The mount that an open file is on (`/proc/PID/fdinfo/FD`).
+fn parse_mount_id(text: &str) -> Result<u64, ParseError> {
+    field(text, "mnt_id", |v| v.parse().ok())?.ok_or_else(|| ParseError::missing("mnt_id"))
+}
+
+/// Why memory of a VM must not be given back, for people, by what all VMs have in such mounts.
+pub fn without_room(files: &BTreeMap<VmId, RamFiles>) -> BTreeMap<VmId, String> {
+    let all: BTreeMap<(u64, u64), Bytes> =
+        files.values().flat_map(|its| &its.missing).map(|(file, bytes)| (*file, *bytes)).collect();
+    let missing = |mount: u64| -> Bytes {
+        all.iter().filter(|(file, _)| file.0 == mount).map(|(_, bytes)| *bytes).sum()
     };
-    files.iter().filter_map(why).collect()
-}
-
-fn why(its: RamFiles, missing: Bytes) -> String {
-    let (free, what) = (its.free, "its RAM is a file in a tmpfs with a size limit");
-    if its.preallocated {
-        return format!(
-            "{what} and is preallocated: others could take what it gives back. Use \
-             memory-backend-memfd"
-        );
-    }
-    format!(
-        "{what}: {free} are free there, and VMs may still touch {missing}. Enlarge it (mount -o \
-         remount,size=…), or use memory-backend-memfd"
-    )
-}
-
-/// `statx` of what a path leads to, without asking the server of a network file system.
-fn look(root: &Root, path: impl AsRef<Path>) -> Probed<Statx> {
-    let path = root.path(path);
-    let flags = AtFlags::STATX_DONT_SYNC;
-    probed(&path, statx(CWD, &path, flags, StatxFlags::BASIC_STATS).map_err(Into::into))
-}
-
-fn device(file: &Statx) -> u64 {
-    makedev(file.stx_dev_major, file.stx_dev_minor)
+    let why = |its: &RamFiles| {
+        let what = "its RAM is a file in a tmpfs with a size limit";
+        if its.preallocated && !its.free.is_empty() {
+            return Some(format!(
+                "{what} and is preallocated: others could take what it gives back. Use \
+                 memory-backend-memfd"
+            ));
+        }
+        let (free, missing) = its
+            .free
+            .iter()
+            .map(|(mount, free)| (*free, missing(*mount)))
+            .find(|(free, missing)| free < missing)?;
+        Some(format!(
+            "{what}: {free} are free there, and VMs may still touch {missing}. Enlarge it (mount \
+             -o remount,size=…), or use memory-backend-memfd"
+        ))
+    };
+    files.iter().filter_map(|(vm, its)| Some((*vm, why(its)?))).collect()
 }
 
 #[cfg(test)]
@@ -120,27 +123,29 @@ mod tests {
     use super::*;
     use crate::probe::qemu::parse_cmdline;
 
-    fn files(free: u64, missing: u64, preallocated: bool) -> RamFiles {
-        RamFiles { free: Bytes::mib(free), missing: Bytes::mib(missing), preallocated }
-    }
-
     #[test]
     fn vms_that_share_a_mount_need_room_for_all_of_them() {
         let id = |pid| VmId { pid, start: 1 };
-        let of = |all: &[(u32, u64, RamFiles)]| {
-            let one = |(pid, mount, its): &(u32, u64, RamFiles)| {
-                (id(*pid), BTreeMap::from([(*mount, *its)]))
-            };
-            without_room(&all.iter().map(one).collect())
+        let its = |mount: u64, file: u64, missing: u64| RamFiles {
+            free: [(mount, Bytes::mib(900))].into(),
+            missing: [((mount, file), Bytes::mib(missing))].into(),
+            preallocated: false,
         };
-        let (one, other) = (files(900, 500, false), files(900, 300, false));
-        assert!(of(&[(1, 7, one), (2, 7, other)]).is_empty());
-        assert!(of(&[(1, 7, one), (2, 8, one)]).is_empty());
-        let why = of(&[(1, 7, one), (2, 7, one), (3, 8, one)]);
+        let of = |all: &[(u32, RamFiles)]| {
+            let all = all.iter().map(|(pid, its)| (id(*pid), its.clone())).collect();
+            without_room(&all)
+        };
+        assert!(of(&[(1, its(7, 1, 500)), (2, its(7, 2, 300))]).is_empty());
+        assert!(of(&[(1, its(7, 1, 500)), (2, its(8, 1, 500))]).is_empty());
+        assert!(of(&[(1, its(7, 1, 500)), (2, its(7, 1, 500))]).is_empty(), "one file");
+        let why = of(&[(1, its(7, 1, 500)), (2, its(7, 2, 500)), (3, its(8, 1, 500))]);
         assert_eq!(why.keys().map(|id| id.pid).collect::<Vec<_>>(), [1, 2]);
         assert!(why[&id(1)].contains("900 MiB are free there, and VMs may still touch 1000 MiB"));
-        let why = of(&[(1, 7, files(900, 0, true)), (2, 7, other)]);
+        let full = RamFiles { preallocated: true, ..its(7, 1, 0) };
+        let why = of(&[(1, full), (2, its(7, 2, 300))]);
         assert!(why.len() == 1 && why[&id(1)].contains("preallocated"), "{why:?}");
+        // Its RAM is elsewhere.
+        assert!(of(&[(1, RamFiles { preallocated: true, ..RamFiles::default() })]).is_empty());
     }
 
     /// This process's own file.
@@ -154,19 +159,18 @@ mod tests {
         let mut vm = QemuProcess::default();
         vm.id.pid = std::process::id();
         let read = |vm: &QemuProcess| read_ram_files(&Root::default(), vm).unwrap();
-        assert!(read(&vm).is_empty());
-        let path = shm.path().display().to_string();
-        for paths in [path.clone(), "/dev/shm".into(), format!("{path}-that-is-gone")] {
-            vm.args.mem_paths = vec![paths];
-            let found = read(&vm);
-            // Other tests of this process may have files there.
-            let [its] = found.values().copied().collect::<Vec<_>>()[..] else {
-                panic!("{found:?}")
-            };
-            assert!(its.missing >= Bytes::mib(63) && its.free > Bytes::ZERO, "{its:?}");
-        }
-        vm.args.mem_paths = vec!["/proc".into()];
-        assert!(read(&vm).is_empty());
+        assert_eq!(read(&vm), RamFiles::default());
+        vm.args.mem_paths = vec!["/dev/shm/x".into()];
+        let found = read(&vm);
+        // Other tests of this process may have files there.
+        let of = |file: &std::fs::File| {
+            let file = file.metadata().unwrap();
+            found.missing.get(&(file.st_dev(), file.st_ino())).copied()
+        };
+        assert_eq!((of(shm.as_file()), of(&small)), (Some(Bytes::mib(63)), None));
+        assert!(found.free.values().all(|free| *free > Bytes::ZERO), "{found:?}");
+        vm.args.hugepages = true;
+        assert_eq!(read(&vm), RamFiles::default());
     }
 
     #[test]
@@ -179,7 +183,8 @@ mod tests {
         assert_eq!((shm.mem_paths, shm.preallocated), (vec!["/dev/shm".to_owned()], false));
         let file = args("-object memory-backend-file,id=m,size=1G,mem-path=/dev/shm/a,prealloc=on");
         assert_eq!((file.mem_paths, file.preallocated), (vec!["/dev/shm/a".to_owned()], true));
-        assert!(args("-mem-path /dev/shm -mem-prealloc -name x").preallocated);
+        assert!(args("-mem-path /dev/shm -mem-prealloc").preallocated);
+        assert!(!args("-object memory-backend-memfd,id=m,size=1G,prealloc=on").preallocated);
         let json = r#"{"qom-type":"memory-backend-file","mem-path":"/dev/shm","prealloc":true}"#;
         assert!(args(&format!("-object {json}")).preallocated);
         assert!(!args("-object memory-backend-file,id=m,mem-path=/x,prealloc=off").preallocated);

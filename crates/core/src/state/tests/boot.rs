@@ -42,6 +42,18 @@ fn a_guest_that_says_nothing_after_a_reset_is_silent_and_given_what_it_may_need(
 }
 
 #[test]
+fn a_boot_that_is_slow_on_a_full_host_is_no_silence() {
+    let mut memory = taken(400);
+    look(&mut memory, 2_000, reset(vm(400, 100, 400)));
+    let mut its = vm(400, 0, 400);
+    its.balloon.as_mut().unwrap().guest = None;
+    // It is given nothing.
+    act(&mut memory, &sample(3_000, vec![its.clone()]), Some((400, Reason::Rebooted)));
+    let model = (4..100).map(|s| look(&mut memory, s * 1_000, its.clone())).last().unwrap();
+    assert_eq!(only(&model).unseen, "");
+}
+
+#[test]
 fn a_large_vm_whose_migration_fills_it_slowly_has_not_settled() {
     let mut memory = Memory::default();
     tick(&mut memory, &sample(1_000, vec![]));

@@ -109,27 +109,34 @@ fn what_is_paged_out_and_read_back_leaves_the_vm_alone() {
 
 #[test]
 fn what_others_used_is_kept_where_a_limit_comes_and_goes() {
-    let gib = Bytes::gib;
+    let (gib, mib) = (Bytes::gib, Bytes::mib);
     let limit =
-        |usage| LimitSample { path: "/t".into(), limit: gib(2), usage, ..LimitSample::default() };
+        |usage| LimitSample { path: "/t".into(), limit: gib(4), usage, ..LimitSample::default() };
     let mut memory = Memory::default();
     let mut look = |s: u64, left, inner: Option<Bytes>| {
-        let its = VmSample { cgroup: Some("/t/a".into()), ..vm(1024, 600, 900) };
-        let mut seen = with_left(left, sample(s * 1_000, vec![its]));
+        let below = |pid| VmSample {
+            id: VmId { pid, start: 9 },
+            cgroup: Some(format!("/t/{pid}")),
+            ..vm(1024, 600, 900)
+        };
+        let mut seen = with_left(left, sample(s * 1_000, vec![below(7), below(8)]));
         seen.host.other_limits = inner.map(limit).into_iter().collect();
-        let model = tick(&mut memory, &seen);
-        (model.host.limits.len(), memory.past("host").map(|past| past.2.highest()))
+        tick(&mut memory, &seen);
+        let others = |name: &str| memory.past(name).map_or(Bytes::ZERO, |past| past.2.highest());
+        ([others("host"), others("/t")], memory.limits.len())
     };
-    // 6 GiB are others', for two seconds.
-    let others = gib(6) - Bytes::mib(900);
+    // 6 GiB of the host are used for two seconds, and later 3800 MiB of the slice.
+    let (of_host, of_slice) = (gib(6) - mib(1800), mib(2000));
     for s in 1..=3 {
         look(s, gib(10), None);
     }
+    look(4, gib(14), Some(mib(3800)));
+    look(5, gib(14), Some(mib(3800)));
     for s in (10..100).step_by(4) {
-        let two = look(s, gib(14), Some(Bytes::mib(1900)));
-        assert_eq!(two, (2, Some(others)), "{s}");
-        assert_eq!(look(s + 2, gib(14), None), (1, Some(others)), "{s}");
+        assert_eq!(look(s, gib(14), None), ([of_host, of_slice], 2), "{s}");
+        assert_eq!(look(s + 2, gib(14), Some(mib(3200))), ([of_host, of_slice], 2), "{s}");
     }
+    assert_eq!(look(3_000, gib(14), None).1, 1, "of a limit that is gone for half an hour nothing");
 }
 
 #[test]

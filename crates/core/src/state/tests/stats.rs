@@ -29,6 +29,13 @@ fn what_cannot_be_is_no_need_that_is_remembered() {
         assert_eq!(memory.vms[0].rates.map_or(0.0, |r| r.need), 0.0, "at {at}");
     }
     assert!(highest(&memory) < Bytes::mib(200), "{}", highest(&memory));
+    // One that contradicts its map only may need it all the same: the map is newer.
+    let mut its = vm(1024, 500, 900);
+    its.balloon.as_mut().unwrap().guest.as_mut().unwrap().free = Some(Bytes::mib(500));
+    its.agent = Some(AgentSample { free: Some(Bytes::ZERO), ..AgentSample::ready(0) });
+    look(&mut memory, 15_000, its);
+    assert!(memory.vms[0].doubt.is_some());
+    assert_eq!(highest(&memory), Bytes::mib(524));
     // The host holds what it needs.
     look(&mut memory, 20_000, vm(1024, 0, 1000));
     assert_eq!(highest(&memory), Bytes::mib(1024));

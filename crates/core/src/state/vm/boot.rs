@@ -137,7 +137,7 @@ impl VmMemory {
         };
         if r.given.is_some() && (there || given_up) {
             // One that says nothing for so long is silent from now on.
-            self.contact.spoke |= !r.speaks;
+            self.contact.spoke |= given_up && !r.speaks;
             self.reboot = None;
         }
     }

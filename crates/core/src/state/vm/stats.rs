@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{FORGIVE_MS, VmMemory};
 use crate::model::STALE_MS;
-use crate::model::guest::{claims_too_much, free_and_cache, implausible};
+use crate::model::guest::{claims_too_much, free_and_cache, implausible, uses_too_much};
 use crate::sample::{GuestStats, Link, RunState, VmSample};
 use crate::state::{Growth, GuestRates};
 use crate::units::{Bytes, PAGE, Stamp};
@@ -57,6 +57,10 @@ impl VmMemory {
             return self.contact.rest();
         }
         if self.boots(at) {
+            return;
+        }
+        // One that was not reached since the daemon's start is not silent yet.
+        if vm.link != Link::Up && self.stats.is_none() {
             return;
         }
         self.contact.observe(at, dt_ms, vm.link == Link::Up && self.speaks(at, vm));
@@ -109,7 +113,8 @@ impl VmMemory {
     }
 
     /// Counts contradictions; two in a row, and the guest is not asked. What its own
-    /// numbers put right makes it only be asked gently. `false`: these statistics cannot be.
+    /// numbers put right makes it only be asked gently. `false`: the
+    /// host does not hold what it says that it needs.
     pub(super) fn weigh_stats(&mut self, at: Stamp, vm: &VmSample, stats: &GuestStats) -> bool {
         // While a balloon moves, its size and the guest's statistics are of different moments.
         if self.order.is_some_and(|o| o.still_ms == 0) {
@@ -118,9 +123,8 @@ impl VmMemory {
         // Nor is a move that Ebb did not order: each of its sizes of that time may be the one.
         let said = Stamp(at.0.saturating_sub(stats.age_ms));
         let Some(sizes) = self.sizes.of_stats(said) else { return true };
-        let contradiction = implausible(vm, stats, sizes);
-        let can_be = contradiction.is_none();
-        match (contradiction, self.doubt.as_mut()) {
+        let can_be = uses_too_much(vm, stats, sizes.0).is_none();
+        match (implausible(vm, stats, sizes), self.doubt.as_mut()) {
             (Some(what), Some(d)) => {
                 // The same statistics again are no second contradiction.
                 if said > d.at {

@@ -144,14 +144,14 @@ fn proxmox_id_of(process: &QemuProcess) -> Option<String> {
 const USE_AGENT: &str = "agent = \"on\" in the VM's section: freed pages then return one by one";
 
 /// How far the agent and the guest's module have come.
-fn agent_check(a: &AgentSample) -> (Grade, String, &'static str) {
+fn agent_check(a: &AgentSample, pinned: bool) -> (Grade, String, &'static str) {
     let why = a.why.as_deref().unwrap_or_default();
     let module = a.module.as_deref().unwrap_or_default();
     match (&a.link, a.state) {
         (Link::Up, AgentState::Ready) if a.observes => (
             Grade::Note,
             format!("stock: ebb.ko {module} is there, its agent only observes"),
-            USE_AGENT,
+            if pinned { "" } else { USE_AGENT },
         ),
         (Link::Up, AgentState::Ready) => {
             (Grade::Good, format!("guest: ebb.ko {module}, freed pages return one by one"), "")
@@ -201,7 +201,7 @@ fn balloon_checks(
     }
     match &vm.agent {
         Some(a) => {
-            let (grade, found, advice) = agent_check(a);
+            let (grade, found, advice) = agent_check(a, vm.pinned.is_some());
             add("tier", grade, &found, advice);
         }
         None if unused => add("tier", Grade::Note, "stock: its agent is not used", USE_AGENT),
