@@ -110,7 +110,7 @@ impl VmConfig {
         }
     }
 
-    /// What may have blanks is apart from the rest.
+    /// What may have blanks is apart from the rest. Paths below `dir` and of RAM have none.
     pub(super) fn arguments(&self, image: &Image, accel: Accel, dir: &Path) -> Vec<String> {
         let best = accel.option(self.translations);
         let option = if self.counted { COUNTED } else { &best };
@@ -143,13 +143,16 @@ impl VmConfig {
                 on(b.deflate_on_oom)
             );
         }
-        for disk in &self.disks {
-            words += &format!(" -drive file={},if=virtio,format=raw,cache=none", disk.display());
-        }
         let [vmlinuz, initrd] = [&image.vmlinuz, &image.initramfs].map(|p| p.display().to_string());
         let (name, line) = (self.name.clone(), self.command_line(accel));
         let apart = [("-name", name), ("-kernel", vmlinuz), ("-initrd", initrd), ("-append", line)];
-        let apart = apart.into_iter().flat_map(|(option, value)| [option.to_owned(), value]);
+        let disk = |disk: &PathBuf| {
+            ("-drive", format!("file={},if=virtio,format=raw,cache=none", disk.display()))
+        };
+        let apart = apart
+            .into_iter()
+            .chain(self.disks.iter().map(disk))
+            .flat_map(|(option, value)| [option.to_owned(), value]);
         let mut all: Vec<String> = apart.collect();
         all.extend(words.split_whitespace().map(str::to_owned));
         all.extend(self.args.iter().cloned());

@@ -167,8 +167,12 @@ fn watch(names: &[&str], config: &str) -> (TempDir, Daemon) {
 
 /// Waits until a VM's guest has told the daemon of itself, which may take long beside other VMs.
 fn wait_up(daemon: &Daemon, name: &str) {
+    wait_up_for(daemon, name, 3 * MINUTE);
+}
+
+fn wait_up_for(daemon: &Daemon, name: &str, deadline: Duration) {
     let is_up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
-    daemon.wait_for_vm(name, "statistics", 3 * MINUTE, is_up).unwrap();
+    daemon.wait_for_vm(name, "statistics", deadline, is_up).unwrap();
 }
 
 /// Waits until it is done; `said` is what is told where it does not come to that.

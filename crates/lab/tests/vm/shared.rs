@@ -101,7 +101,7 @@ fn interval(vm: &Vm) -> u64 {
 
 /// Once the guest has said how it is.
 fn squeeze(daemon: &Daemon, name: &str) {
-    wait_up(daemon, name);
+    wait_up_for(daemon, name, MINUTE);
     daemon.squeeze(name, SQUEEZED).unwrap();
 }
 
@@ -121,7 +121,7 @@ fn vm_on_a_managers_socket_ebb_takes_and_gives_and_no_command_of_the_manager_fai
 
     let manager = Manager::start(vm.qmp_path.clone());
     let (dir, daemon) = watch(&["vm100"], "");
-    wait_up(&daemon, "vm100");
+    wait_up_for(&daemon, "vm100", MINUTE);
     assert_eq!(daemon.vm("vm100").unwrap()["shared"]["with"], "Proxmox VE");
     assert_eq!(interval(&vm), 2);
     daemon.squeeze("vm100", SQUEEZED).unwrap();
