@@ -244,6 +244,8 @@ pub(crate) struct Vm {
     unread: Option<String>,
     /// Why the mount of its RAM may not have room for what it gives back.
     pub no_room: Option<String>,
+    /// How often its RAM was found in no such mount.
+    pub elsewhere: u32,
     /// Its process was looked at since the last sample.
     pub seen: bool,
 }

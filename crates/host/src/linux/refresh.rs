@@ -46,9 +46,11 @@ impl LinuxHost {
         }
         self.ram_files = Some(now);
         let root = &self.options.root;
+        // A QEMU that starts may not have its files yet.
+        let looked_at = self.vms.iter().filter(|(_, vm)| vm.elsewhere < 3);
         let read = |(id, vm): (&VmId, &Vm)| (*id, read_ram_files(root, &vm.process));
         let (mut files, mut why) = (BTreeMap::new(), BTreeMap::new());
-        for (id, read) in self.vms.iter().map(read) {
+        for (id, read) in looked_at.map(read) {
             match read {
                 Ok(its) => drop(files.insert(id, its)),
                 Err(e) => drop(why.insert(id, format!("the mount of its RAM is unknown: {e}"))),
@@ -57,6 +59,7 @@ impl LinuxHost {
         why.extend(without_room(&files));
         for (id, vm) in &mut self.vms {
             vm.no_room = why.remove(id);
+            vm.elsewhere += u32::from(files.get(id).is_some_and(|its| its.free.is_empty()));
         }
     }
 
