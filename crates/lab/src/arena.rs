@@ -63,7 +63,8 @@ impl Places {
 /// How the arena is to be.
 #[derive(Clone, Debug, Default)]
 pub struct ArenaConfig {
-    /// Limit of the memory cgroup; `None` makes no cgroup.
+    /// Limit of the memory cgroup; `None` makes no cgroup. Without `swap` it uses none, that of
+    /// another test neither.
     pub budget: Option<Bytes>,
     pub swap: Option<SwapConfig>,
     /// Knobs to set, as absolute path and value.
@@ -137,6 +138,9 @@ impl Arena {
         }
         if let Some(budget) = config.budget {
             let cgroup = arena.with_journal(|j| MemoryCgroup::create(&places, j, budget))?;
+            if arena.swap.is_none() {
+                cgroup.without_swap()?;
+            }
             arena.cgroup = Some(cgroup);
         }
         Ok(arena)

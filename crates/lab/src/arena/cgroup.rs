@@ -74,6 +74,19 @@ impl MemoryCgroup {
         write(&self.dir.join(limit), &budget.0.to_string())
     }
 
+    /// Nothing of it is swapped out by the kernel: as swap goes, it would all come back at once, and
+    /// beyond the limit the kernel kills.
+    pub(super) fn without_swap(&self) -> Result<(), LabError> {
+        let knob = if self.version == 1 { "memory.swappiness" } else { "memory.swap.max" };
+        match write(&self.dir.join(knob), "0") {
+            // A kernel without swap has no such file.
+            Err(LabError::File { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
     /// Memory charged to it, page cache included.
     pub fn usage(&self) -> Bytes {
         let name = if self.version == 1 { "memory.usage_in_bytes" } else { "memory.current" };
