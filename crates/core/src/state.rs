@@ -44,9 +44,6 @@ const NOTIFIED_LIFE_MS: u64 = 2_000;
 /// A VM is found within this time after its process has started, milliseconds: new ones are looked
 /// for every 2 s. What it held meanwhile was taken for others'.
 const FOUND_MS: u64 = 5_000;
-/// What others used of a limit is known for this time after it could be reached last: as long as
-/// peaks are kept.
-const LIMIT_LIFE_MS: u64 = 1_800_000;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -368,10 +365,10 @@ impl Memory {
             LimitMemory { name, state, urgency, others, vms, seen: model.at }
         };
         let now = &model.host.limits;
-        // One that can be reached at times only keeps what others used of it. Nobody else is below
-        // a limit of a single VM.
+        // One that can be reached at times only keeps what others used of it, as long as peaks are
+        // kept. A limit of a single VM has no others.
         let kept = |l: &&LimitMemory| {
-            model.at.since(l.seen) < LIMIT_LIFE_MS
+            model.at.since(l.seen) < recent::LIFE_MS
                 && l.vms.len() != 1
                 && now.iter().all(|n| n.name != l.name)
         };

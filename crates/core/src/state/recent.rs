@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::units::{Bytes, Stamp};
 
 /// Needs of this age are forgotten, milliseconds.
-const LIFE_MS: u64 = 1_800_000;
+pub(super) const LIFE_MS: u64 = 1_800_000;
 /// No more steps are remembered: those of about the same age become one.
 const MOST: usize = 24;
 

@@ -9,7 +9,7 @@ use std::time::Instant;
 use ebb_core::config::{Metadata, VmSettings};
 use ebb_core::sample::{Claim, Problem, VmId};
 
-use super::{KEPT_OPEN, LinuxHost, RAM_FILES_EVERY, access};
+use super::{KEPT_OPEN, LinuxHost, RAM_FILES_EVERY, RAM_FILES_LOOKS, access};
 use crate::probe::cgroup::read_hierarchy;
 use crate::probe::discovery::{make_names_unique, serving};
 use crate::probe::identity::{claim, name_by_socket};
@@ -46,8 +46,7 @@ impl LinuxHost {
         }
         self.ram_files = Some(now);
         let root = &self.options.root;
-        // A QEMU that starts may not have its files yet.
-        let looked_at = self.vms.iter().filter(|(_, vm)| vm.elsewhere < 3);
+        let looked_at = self.vms.iter().filter(|(_, vm)| vm.elsewhere < RAM_FILES_LOOKS);
         let read = |(id, vm): (&VmId, &Vm)| (*id, read_ram_files(root, &vm.process));
         let (mut files, mut why) = (BTreeMap::new(), BTreeMap::new());
         for (id, read) in looked_at.map(read) {

@@ -8,7 +8,7 @@ use crate::root::{ParseError, Probed, Root};
 use crate::sys::Range;
 
 /// Mappings smaller than this are QEMU's own, not RAM.
-const LEAST_MAPPING: u64 = 16 << 20;
+pub(super) const LEAST_MAPPING: u64 = 16 << 20;
 /// Linux takes memory that is plugged in blocks of this size at least.
 const LEAST_PLUGGED: u64 = 128 << 20;
 /// Most mappings walked.

@@ -1,12 +1,11 @@
 //! RAM in files of a tmpfs with a size limit (`/dev/shm`): what of the files is not allocated, and
 //! what the mount has free.
 //!
-//! A page of such a file that is given back is the mount's again, and whoever writes in the mount
-//! may take it. A guest that then touches the page has its QEMU killed by SIGBUS. So all that is
-//! not allocated must have room in the mount.
+//! A page of such a file that is given back is the mount's again, and another program that writes
+//! there may take it. If the guest then touches the page, the kernel kills its QEMU (SIGBUS). So the
+//! mount must have free what is not allocated.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::Metadata;
 use std::os::linux::fs::MetadataExt;
 
 use ebb_core::sample::VmId;
@@ -14,11 +13,10 @@ use ebb_core::units::Bytes;
 use rustix::fs::statfs;
 
 use super::cgroup::parse_mountinfo;
+use super::maps::LEAST_MAPPING;
 use super::qemu::QemuProcess;
 use crate::root::{ParseError, ProbeError, Root, field, probed};
 
-/// Smaller files are QEMU's own, not RAM.
-const LEAST: u64 = 16 << 20;
 /// Most open files of a process that are looked at.
 const MOST: usize = 4096;
 
@@ -45,7 +43,6 @@ pub fn read_ram_files(root: &Root, vm: &QemuProcess) -> Result<RamFiles, ProbeEr
     let mounts = root.parse(format!("/proc/{pid}/mountinfo"), parse_mountinfo)?;
     let tmpfs = mounts.into_iter().flatten().filter(|mount| mount.kind == "tmpfs");
     let tmpfs: BTreeSet<u64> = tmpfs.map(|mount| mount.id).collect();
-    let mut files: Vec<(String, Metadata)> = Vec::new();
     for fd in root.read_dir(format!("/proc/{pid}/fd"))?.unwrap_or_default().into_iter().take(MOST) {
         let fd = fd.display();
         let Some(mount) = root.parse(format!("/proc/{pid}/fdinfo/{fd}"), parse_mount_id)? else {
@@ -54,31 +51,20 @@ pub fn read_ram_files(root: &Root, vm: &QemuProcess) -> Result<RamFiles, ProbeEr
         if !tmpfs.contains(&mount) {
             continue;
         }
-        let path = format!("/proc/{pid}/fd/{fd}");
-        if let Some(file) = root.metadata(&path)?
-            && file.is_file()
-            && file.len() >= LEAST
-        {
-            files.push((path, file));
-        }
-    }
-    // What is free first: a guest that touches a page meanwhile makes the other number smaller.
-    for (path, file) in &files {
-        let path = root.path(path);
+        let fd = format!("/proc/{pid}/fd/{fd}");
+        let path = root.path(&fd);
+        // What is free first: pages that the guest touches in between lower only what is missing.
         let Some(mount) = probed(&path, statfs(&path).map_err(Into::into))? else { continue };
-        if mount.f_blocks != 0 {
-            let free = Bytes(mount.f_bavail.saturating_mul(mount.f_bsize as u64));
-            found.free.entry(file.st_dev()).or_insert(free);
-        }
-    }
-    for (path, file) in files {
-        let Some(now) = root.metadata(path)?.filter(|_| found.free.contains_key(&file.st_dev()))
-        else {
+        let Some(file) = root.metadata(fd)? else { continue };
+        if mount.f_blocks == 0 || !file.is_file() || file.len() < LEAST_MAPPING {
             continue;
-        };
+        }
+        let free = Bytes(mount.f_bavail.saturating_mul(mount.f_bsize as u64));
+        found.free.entry(file.st_dev()).or_insert(free);
         // Blocks of 512 bytes; what is swapped out has its blocks, too.
-        let missing = Bytes(now.len().saturating_sub(now.st_blocks().saturating_mul(512)));
-        found.missing.insert((now.st_dev(), now.st_ino()), missing);
+        let allocated = file.st_blocks().saturating_mul(512);
+        let missing = Bytes(file.len().saturating_sub(allocated));
+        found.missing.insert((file.st_dev(), file.st_ino()), missing);
     }
     Ok(found)
 }

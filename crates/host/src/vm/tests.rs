@@ -398,3 +398,18 @@ fn a_vm_to_which_no_way_leads_is_let_be_once_its_interval_is_put_back() {
     vm.allow(Access { libvirt: true, ..access });
     assert!(vm.may_ask_libvirt() && vm.access.managed && !vm.access.look_only);
 }
+
+#[test]
+fn ram_is_in_a_pool_of_huge_pages_by_what_the_kernel_counts() {
+    let mut vm = vm("/nonexistent".into());
+    vm.ram = Some(Bytes::gib(4));
+    let mut is_in_pool = |hugepages, hugetlb| {
+        vm.process.args.hugepages = hugepages;
+        vm.memory =
+            Some(ProcessMemory { hugetlb: Bytes::gib(hugetlb), ..ProcessMemory::default() });
+        tick(&mut vm).in_pool
+    };
+    assert!(is_in_pool(true, 4));
+    assert!(!is_in_pool(true, 1), "an object of another purpose is there");
+    assert!(!is_in_pool(false, 4));
+}

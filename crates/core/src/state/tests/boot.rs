@@ -25,14 +25,20 @@ fn ram_in_a_pool_of_huge_pages_is_not_promised() {
     assert_eq!([only(&model).promised, model.host.shown.promised], [Bytes::ZERO; 2]);
 }
 
-/// Its balloon's driver starts, and sends no statistics any more.
-#[test]
-fn a_guest_that_says_nothing_after_a_reset_is_silent_and_given_what_it_may_need() {
+/// One whose balloon's driver starts after a reset at 2 s and sends no statistics any more. It has
+/// `size`, and is ordered to have `to`.
+fn silent_after_a_reset(size: u64, to: u64) -> (Memory, VmSample) {
     let mut memory = taken(400);
     look(&mut memory, 2_000, reset(vm(400, 100, 400)));
-    let mut its = vm(512, 0, 500);
+    let mut its = vm(size, 0, size);
     its.balloon.as_mut().unwrap().guest = None;
-    act(&mut memory, &sample(3_000, vec![its.clone()]), Some((700, Reason::Rebooted)));
+    act(&mut memory, &sample(3_000, vec![its.clone()]), Some((to, Reason::Rebooted)));
+    (memory, its)
+}
+
+#[test]
+fn a_guest_that_says_nothing_after_a_reset_is_silent_and_given_what_it_may_need() {
+    let (mut memory, its) = silent_after_a_reset(512, 700);
     for s in 4..120 {
         let model = look(&mut memory, s * 1_000, its.clone());
         assert_eq!(only(&model).unseen, "", "it boots, {s}");
@@ -43,12 +49,7 @@ fn a_guest_that_says_nothing_after_a_reset_is_silent_and_given_what_it_may_need(
 
 #[test]
 fn a_boot_that_is_slow_on_a_full_host_is_no_silence() {
-    let mut memory = taken(400);
-    look(&mut memory, 2_000, reset(vm(400, 100, 400)));
-    let mut its = vm(400, 0, 400);
-    its.balloon.as_mut().unwrap().guest = None;
-    // It is given nothing.
-    act(&mut memory, &sample(3_000, vec![its.clone()]), Some((400, Reason::Rebooted)));
+    let (mut memory, its) = silent_after_a_reset(400, 400);
     let model = (4..100).map(|s| look(&mut memory, s * 1_000, its.clone())).last().unwrap();
     assert_eq!(only(&model).unseen, "");
 }
@@ -208,4 +209,12 @@ fn what_a_guest_touches_while_its_size_is_not_told_is_no_memory_of_the_vmm() {
     }
     let model = look(&mut memory, 20_000, vm(1000, 100, 950));
     assert_eq!(only(&model).guest_held(), Some(Bytes::mib(950)), "own: {}", only(&model).own);
+}
+
+#[test]
+fn nothing_is_taken_of_ram_whose_mount_has_no_room() {
+    let full = VmSample { no_room: Some("the mount is full".into()), ..vm(1024, 1000, 900) };
+    let model = look(&mut Memory::default(), 1_000, full);
+    let Standing::GiveOnly(why) = &only(&model).standing else { panic!("{model:?}") };
+    assert_eq!(why, "its balloon is left alone: the mount is full");
 }

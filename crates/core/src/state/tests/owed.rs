@@ -101,6 +101,22 @@ fn what_a_hand_over_does_not_tell_the_state_file_does() {
     assert_eq!(memory.owed_ids(), []);
 }
 
+#[test]
+fn a_vm_that_is_owed_and_says_nothing_to_the_next_daemon_is_silent_once_it_is_reached() {
+    let mut memory = Memory::default();
+    let owed = OwnedVm { id: ID, ordered: Some(Bytes::mib(124)), ..OwnedVm::default() };
+    memory.adopt(&Owned { vms: vec![owed], ..Owned::default() });
+    let mut its = vm(900, 0, 800);
+    its.balloon.as_mut().unwrap().guest = None;
+    let mut unseen = |seconds: std::ops::Range<u64>, link: Link| {
+        let its = VmSample { link, ..its.clone() };
+        let model = seconds.map(|s| look(&mut memory, s * 1_000, its.clone())).last().unwrap();
+        only(&model).unseen.clone()
+    };
+    assert_eq!(unseen(1..20, Link::Down("not there yet".into())), "");
+    assert!(unseen(20..30, Link::Up).contains("silent"));
+}
+
 /// What is owed is a process's, not a name's.
 #[test]
 fn two_vms_of_one_name_are_owed_apart() {

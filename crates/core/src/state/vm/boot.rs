@@ -136,7 +136,7 @@ impl VmMemory {
             None => !r.speaks && r.given.is_some_and(|t| at.since(t) >= NO_STATS_MS),
         };
         if r.given.is_some() && (there || given_up) {
-            // One that says nothing for so long is silent from now on.
+            // One that sends no statistics for this time is silent from now on.
             self.contact.spoke |= given_up && !r.speaks;
             self.reboot = None;
         }
