@@ -13,14 +13,16 @@
 //!
 //! This file has what a guest is made of, the figures it goes by, and the order of a step
 //! ([`Guest::live`]). How it gets memory and gives it is in `programs` and `balloon`, where
-//! the memory is in `memory`.
+//! the memory is in `memory`, and what the host's kernel makes of it in `shared`.
 
 mod balloon;
 mod memory;
 mod programs;
+mod shared;
 #[cfg(test)]
 mod tests;
 
+use ebb_core::task::Tasks;
 use ebb_core::units::Bytes;
 
 use crate::demand::{Need, Walk, Want};
@@ -84,6 +86,14 @@ pub struct Spec {
     /// Memory it used once before the run, host still holding it. All but what it uses when the
     /// run begins is free again.
     pub stale: Bytes,
+    /// Idle memory of its processes that other guests hold alike.
+    pub alike: Bytes,
+    /// What of it is written, once it is merged, bytes a second.
+    pub rewrites: f64,
+    /// Which part of what its processes have freed holds zeros.
+    pub zeros: f64,
+    /// Which part of what its balloon takes stays in huge pages that are mapped in part.
+    pub huge: f64,
     /// When it is started, ms into the run.
     pub starts_ms: u64,
     /// When it is switched off.
@@ -176,6 +186,17 @@ pub struct Guest {
     astray: Bytes,
     /// What is ordered to be paged out.
     pub paging: Bytes,
+    /// Merged with other guests' memory: see [`crate::ksm`].
+    pub merged: Bytes,
+    /// KSM may look at it, and has looked through all that it may so often.
+    pub open: bool,
+    pub scans: u64,
+    /// What of the stale pages holds zeros.
+    pub zeros: Bytes,
+    /// Taken by the balloon, and held by the host in huge pages until those are split.
+    pub partial: Bytes,
+    /// What was done with it on order.
+    pub tasks: Tasks,
     /// What of the stale pages was free at the agent's last mark and since.
     pub marked: Option<Bytes>,
     /// Counters.
@@ -202,6 +223,8 @@ impl Guest {
             actual: spec.ram,
             target: spec.ram,
             following: true,
+            // As QEMU starts it.
+            open: true,
             booted_ms: spec.starts_ms,
             spec,
             ..Guest::default()
@@ -220,6 +243,7 @@ impl Guest {
             let wants = self.spec.need.at(&mut self.walk, at_ms).anon;
             self.alloc = wants.min(BOOTED + self.spec.ram.share(PAGE_STRUCTURES));
             self.stale = self.spec.stale.min(self.spec.ram) - self.alloc;
+            self.zeros = self.stale.share(self.spec.zeros);
         } else {
             self.want = Want::default();
             self.waited_for_host = 0.0;
@@ -238,6 +262,9 @@ impl Guest {
         self.out = Bytes::ZERO;
         self.astray = Bytes::ZERO;
         self.paging = Bytes::ZERO;
+        self.merged = Bytes::ZERO;
+        self.zeros = Bytes::ZERO;
+        self.partial = Bytes::ZERO;
         self.marked = None;
         self.in_vain_ms = 0;
     }
@@ -255,6 +282,7 @@ impl Guest {
         self.want = self.wanted(at_ms);
         let mut time = Time::of(dt_ms);
         self.release(dt_ms);
+        self.break_merges(dt_ms, &mut time, room);
         self.touch_hot(&mut time, room);
         self.read_hot_files(&mut time, room);
         self.grow(dt_ms, &mut time, room);
@@ -262,6 +290,7 @@ impl Guest {
         self.follow_balloon(at_ms, dt_ms, room);
         self.report_free_pages(dt_ms);
         self.mark_at_most(self.held());
+        self.zeros = self.zeros.min(self.held());
         self.counts.stall_ms += time.spent();
         self.counts.host_stall_ms += time.for_host;
         self.waited_for_host = time.for_host / dt_ms as f64;
@@ -285,9 +314,10 @@ impl Guest {
         self.boots = boots;
         self.booted_ms = at_ms;
         // QEMU keeps what the old kernel had touched; the balloon is gone.
-        let (kept, out) = (self.touched().min(self.spec.ram), self.out);
+        let kept = (self.touched() - self.merged).min(self.spec.ram);
+        let (out, partial) = (self.out, self.partial);
         self.lose_memory();
-        (self.stale, self.out) = (kept, out.min(kept));
+        (self.stale, self.out, self.partial) = (kept, out.min(kept), partial);
         // The new driver looks where it is told to be.
         self.following = true;
         let kept = self.counts;

@@ -201,7 +201,8 @@ impl Qemu {
             name: self.name.clone(),
             ram: Some(g.spec.ram),
             process: Some(ProcessMemory {
-                anon: g.resident(),
+                // Its status counts what it maps, also of merged pages.
+                anon: g.resident() - g.partial + g.merged,
                 swap: g.out,
                 own: Some(OwnMemory::default()),
                 ..ProcessMemory::default()
@@ -210,7 +211,7 @@ impl Qemu {
             run: answers.then_some(run),
             balloon: (answers && g.spec.misbehaviour != Misbehaviour::Bare).then_some(balloon),
             agent: g.spec.agent.then(|| agent(g, wall_ms)),
-            tasks: Tasks { offload, ..Tasks::default() },
+            tasks: Tasks { offload, ..g.tasks.clone() },
             events,
             pinned: (g.spec.misbehaviour == Misbehaviour::Pinned)
                 .then(|| "a VFIO device pins it".into()),

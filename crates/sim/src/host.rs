@@ -4,6 +4,7 @@ use ebb_core::sample::{HostSample, Meminfo, SwapArea, Vmstat};
 use ebb_core::units::{Bytes, PAGE};
 
 use crate::guest::Guest;
+use crate::ksm::copies;
 use crate::psi::Stalls;
 use crate::step_budget::{Room, SWAP_OUT_RATE};
 
@@ -82,7 +83,8 @@ impl HostMemory {
     }
 
     pub fn free(&self, guests: &[Guest]) -> Bytes {
-        self.total - self.own() - self.others - guests.iter().map(Guest::resident).sum()
+        let held: Bytes = guests.iter().map(Guest::resident).sum();
+        self.total - self.own() - self.others - held - copies(guests)
     }
 
     /// What the kernel gives without swapping: it leaves out what its high watermarks keep
@@ -118,6 +120,9 @@ impl HostMemory {
         self.overfull_ms += if low { dt_ms } else { 0 };
         self.swapping = low || (self.swapping && lacking > Bytes::ZERO);
         if self.swapping {
+            // A host that is short splits huge pages of which parts are not mapped.
+            let split: Bytes = guests.iter_mut().map(Guest::split).sum();
+            let lacking = lacking - split;
             self.swap_out(guests, lacking.min(room.can_swap_out).min(self.swap_free(guests)));
         }
         self.peak = self.peak.max(self.total - self.free(guests));

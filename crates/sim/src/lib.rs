@@ -11,6 +11,7 @@ pub mod demand;
 pub mod guest;
 pub mod guest_stats;
 pub mod host;
+mod ksm;
 pub mod law;
 pub mod misbehaviour;
 pub mod oracle;

@@ -85,8 +85,20 @@ pub const SCENARIOS: [Scenario; 19] = [
     ),
 ];
 
+/// Worlds for what no rival does: the laws hold in them, and the comparison leaves them out.
+pub const MECHANISMS: [Scenario; 3] = [
+    of("alike", "guests with idle memory that is alike: Ebb steers KSM", alike),
+    of("zeros", "guests without a balloon that zero what they free: Ebb frees zero pages", zeros),
+    of("huge-pages", "overcommit-1.5 on huge pages: balloons leave some mapped in part", |rng| {
+        let mut setup = overcommit(rng, 1.5);
+        setup.guests.iter_mut().for_each(|g| g.huge = 0.5);
+        setup
+    }),
+];
+
+/// Of the comparison, or of [`MECHANISMS`].
 pub fn scenario(name: &str) -> Option<&'static Scenario> {
-    SCENARIOS.iter().find(|s| s.name == name)
+    SCENARIOS.iter().chain(&MECHANISMS).find(|s| s.name == name)
 }
 
 fn setup(host: Bytes, run_ms: u64, guests: Vec<Spec>) -> Setup {
@@ -304,6 +316,32 @@ fn no_balloon(rng: &mut fastrand::Rng) -> Setup {
         guests.push(cold);
     }
     setup(Bytes::gib(12), RUN_MS, guests)
+}
+
+fn alike(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let guests = (0..8).map(|_| {
+        let base = Curve::flat(jitter(rng, ram.share(0.5)));
+        let mut need = Need::of(base.plus(&Curve::spikes(rng, RUN_MS, 120_000, ram.share(0.2))));
+        need.hot_share = 0.3;
+        let mut spec = vary(rng, Spec::new(ram, need));
+        (spec.alike, spec.rewrites) = (ram.share(0.25), rng.f64() * 3e5);
+        spec
+    });
+    Setup { merge: true, ..setup(Bytes::gib(9), RUN_MS, guests.collect()) }
+}
+
+fn zeros(rng: &mut fastrand::Rng) -> Setup {
+    let ram = Bytes::gib(2);
+    let guests = (0..8).map(|i| {
+        let mut spec = phased(rng, ram, 0.6);
+        (spec.zeros, spec.stale, spec.reporting) = (0.9, ram.share(0.6), false);
+        if i % 2 == 0 {
+            spec.misbehaviour = Misbehaviour::Bare;
+        }
+        spec
+    });
+    Setup { zeros: true, ..setup(Bytes::gib(10), RUN_MS, guests.collect()) }
 }
 
 /// Many guests of one size, for scale: one in `odd_one_in` is not ideal (0: all are).

@@ -5,9 +5,9 @@
 
 use std::time::{Duration, Instant};
 
-use ebb_core::config::{Amount, Config, VmSettings};
-use ebb_core::plan::{Action, Outcome, Plan};
-use ebb_core::sample::{Sample, VmId};
+use ebb_core::config::{Amount, Config, MergeMode, VmSettings};
+use ebb_core::plan::{Action, MergePlan, Outcome, Plan};
+use ebb_core::sample::{HostSample, Sample, VmId, VmSample, ZeroWays};
 use ebb_core::state::Owned;
 use ebb_core::tick::{Host, Next};
 use ebb_core::units::{Bytes, Stamp};
@@ -16,6 +16,7 @@ use crate::demand::Curve;
 use crate::guest::{Guest, Spec};
 use crate::guest_stats::{self, ASKED_EVERY_MS, LATE_ONE_IN, Qemu};
 use crate::host::{HIGH_MARK, HostMemory, LOW_MARK};
+use crate::ksm::{KsmHost, copies};
 use crate::misbehaviour::Misbehaviour;
 use crate::score::{Gauge, Score};
 
@@ -79,6 +80,10 @@ pub struct Setup {
     pub probes: Vec<Probe>,
     /// Ebb may page out cold memory.
     pub offload: bool,
+    /// It steers KSM.
+    pub merge: bool,
+    /// It frees zero pages.
+    pub zeros: bool,
     /// Watermarks at which the host begins and ends to swap, as shares of memory.
     pub marks: (f64, f64),
     /// What others than VMs use.
@@ -100,6 +105,8 @@ impl Setup {
             guests,
             probes: Vec::new(),
             offload: true,
+            merge: false,
+            zeros: false,
             marks: (LOW_MARK, HIGH_MARK),
             others: Curve::default(),
             late_one_in: LATE_ONE_IN,
@@ -111,6 +118,10 @@ impl Setup {
     pub fn config(&self) -> Config {
         let mut config = Config { offload: Some(self.offload), ..Config::default() };
         config.defaults.min = self.min;
+        config.merge.zeros = self.zeros;
+        if self.merge {
+            config.merge.mode = MergeMode::On;
+        }
         for (i, spec) in self.guests.iter().enumerate() {
             if spec.weight != 1.0 {
                 let settings = VmSettings { weight: spec.weight, ..config.defaults.clone() };
@@ -135,6 +146,9 @@ pub struct World {
     pub remembered: Owned,
     /// QEMU asks guests for their numbers so often, ms.
     pub asked_every_ms: u64,
+    ksm: Option<KsmHost>,
+    /// How its kernel can free zero pages.
+    zeros: Option<ZeroWays>,
     others: Curve,
     qemus: Vec<Qemu>,
     watches: Vec<Watch>,
@@ -162,6 +176,8 @@ impl World {
             gauges: vec![Gauge::default(); guests.len()],
             watches: setup.probes.iter().map(watch).collect(),
             host,
+            ksm: setup.merge.then(KsmHost::default),
+            zeros: setup.zeros.then_some(ZeroWays { split: true, pageout: false }),
             others: setup.others.clone(),
             guests,
             asked_every_ms: ASKED_EVERY_MS,
@@ -205,6 +221,8 @@ impl World {
             self.guests[(i + self.turn) % n].live(at, dt, &mut room);
         }
         self.host.settle(&mut self.guests, &room, dt);
+        let now = self.now();
+        self.ksm.iter_mut().for_each(|ksm| ksm.pass(&mut self.guests, (at, now), dt));
         for (g, qemu) in self.guests.iter().zip(&mut self.qemus) {
             qemu.listen(g, at, self.asked_every_ms);
         }
@@ -229,13 +247,15 @@ impl World {
         let (at, wall_ms) = (self.at_ms, EPOCH_MS + self.at_ms);
         self.looked_ms = at;
         let seen = self.guests.iter().zip(&mut self.qemus).filter(|(g, _)| g.power);
-        Sample {
-            at: Stamp(wall_ms),
-            wall_ms,
-            vms: seen.map(|(g, qemu)| qemu.sample(g, at, wall_ms)).collect(),
-            host: self.host.sample(&self.guests),
-            ..Sample::default()
-        }
+        let ksm = &self.ksm;
+        let sample = |(g, qemu): (&Guest, &mut Qemu)| VmSample {
+            merge: ksm.as_ref().map(|ksm| ksm.sample_of(g, Stamp(wall_ms))),
+            ..qemu.sample(g, at, wall_ms)
+        };
+        let vms = seen.map(sample).collect();
+        let (ksm, scan) = ksm.as_ref().map(|ksm| ksm.sample(&self.guests)).unzip();
+        let host = HostSample { ksm, scan, zeros: self.zeros, ..self.host.sample(&self.guests) };
+        Sample { at: Stamp(wall_ms), wall_ms, vms, host, ..Sample::default() }
     }
 
     /// Which guest this is.
@@ -263,6 +283,7 @@ impl World {
     /// nor lost. An error says what does not hold.
     pub fn sound(&self) -> Result<(), String> {
         let resident: Bytes = self.guests.iter().map(Guest::resident).sum();
+        let resident = resident + copies(&self.guests);
         if resident > self.host.total {
             return Err(format!("{resident} resident on a host of {}", self.host.total));
         }
@@ -277,7 +298,8 @@ impl World {
         for g in &self.guests {
             let touched = g.spec.misbehaviour != Misbehaviour::Pinned
                 && g.touched() > g.actual + Bytes::mib(1);
-            if touched || g.actual > g.spec.ram || g.out > g.touched() + Bytes::mib(1) {
+            let elsewhere = g.out + g.merged > g.touched() + Bytes::mib(1);
+            if touched || g.actual > g.spec.ram || elsewhere {
                 return Err(format!("vm{:04} at {} ms: {g:?}", g.index, self.at_ms));
             }
         }
@@ -391,6 +413,22 @@ impl Host for World {
                 self.guests[i].paging += order.bytes;
             }
         }
+        for order in &plan.orders.partial_thp {
+            self.index(order.vm).map(|i| self.guests[i].split());
+        }
+        for order in &plan.orders.zeros {
+            // A thread reads 2 GB/s.
+            let read = order.read.min(Bytes(order.ms * 2_000_000));
+            self.index(order.vm).into_iter().for_each(|i| self.guests[i].free_zeros(read));
+        }
+    }
+
+    fn merge(&mut self, plan: &MergePlan) {
+        for order in &plan.vms {
+            self.index(order.vm).into_iter().for_each(|i| self.guests[i].open = order.open);
+        }
+        let at_ms = self.at_ms;
+        self.ksm.iter_mut().for_each(|ksm| ksm.order(plan, at_ms));
     }
 
     /// As the daemon does: guests are asked right before a fast look, but for those that rest.

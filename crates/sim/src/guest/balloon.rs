@@ -55,6 +55,7 @@ impl Guest {
         let out = taken.share(swapped).min(self.out);
         room.can_swap_in = room.can_swap_in - out;
         self.counts.host_swap_in += out;
+        self.leave_partial(stale - out);
         self.stale = self.stale - stale;
         self.out = self.out - out;
         self.actual = self.actual - taken;

@@ -40,8 +40,13 @@ impl Guest {
         match (self.power, self.spec.misbehaviour) {
             (false, _) => Bytes::ZERO,
             (true, Misbehaviour::Pinned) => self.spec.ram,
-            (true, _) => self.touched() - self.out,
+            (true, _) => self.private() + self.partial,
         }
+    }
+
+    /// What it maps of its own: neither swapped out nor merged.
+    pub fn private(&self) -> Bytes {
+        self.touched() - self.out - self.merged
     }
 
     /// Faults that had to read, as Linux counts them. A fault reads ahead eight pages.
@@ -76,7 +81,7 @@ impl Guest {
             return [Bytes::ZERO; 3];
         }
         let hot = self.hot();
-        let idle = self.used() + self.cache() - hot;
+        let idle = self.used() + self.cache() - hot - self.merged;
         let mut out = self.out;
         [self.stale, idle, hot].map(|class| {
             let gone = out.min(class);
@@ -87,7 +92,7 @@ impl Guest {
 
     /// The host swaps some of it out.
     pub fn swap_out(&mut self, bytes: Bytes) {
-        let bytes = bytes.min(self.resident());
+        let bytes = bytes.min(self.private());
         self.out += bytes;
         self.counts.host_swap_out += bytes;
     }
@@ -98,7 +103,7 @@ impl Guest {
     pub fn page_out(&mut self, bytes: Bytes, misjudged: f64) {
         let [stale, idle, hot] = self.by_coldness();
         let blind = if self.index.is_multiple_of(2) { misjudged } else { 1.0 };
-        let bytes = bytes.min(self.resident());
+        let bytes = bytes.min(self.private());
         self.astray += bytes.share(blind * hot.fraction_of(stale + idle + hot)).min(hot);
         self.swap_out(bytes);
         self.paging = self.paging - bytes;
@@ -166,8 +171,9 @@ impl Guest {
 
     /// `bytes` of what its processes have go to its own swap.
     pub(super) fn swap_out_own(&mut self, bytes: Bytes) {
+        let merged = self.free_merged(bytes, self.used() - self.hot_anon());
         self.guest_swapped += bytes;
-        self.stale += bytes;
+        self.stale += bytes - merged;
         self.counts.swap_out += bytes;
     }
 

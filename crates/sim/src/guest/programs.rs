@@ -20,8 +20,11 @@ impl Guest {
             let swapped =
                 drop.share(self.guest_swapped.fraction_of(self.alloc)).min(self.guest_swapped);
             self.guest_swapped = self.guest_swapped - swapped;
+            let merged = self.free_merged(drop - swapped, self.used());
             self.alloc = self.alloc - drop;
-            self.stale += drop - swapped;
+            let freed = drop - swapped - merged;
+            self.stale += freed;
+            self.zeros += freed.share(self.spec.zeros);
         }
         let forgotten = self.known_files - self.want.files;
         self.known_files = self.known_files - forgotten;
@@ -32,7 +35,7 @@ impl Guest {
 
     /// Hot pages that are swapped out come back in, on the host and in the guest.
     pub(super) fn touch_hot(&mut self, time: &mut Time, room: &mut Room) {
-        let idle = self.touched() - self.hot();
+        let idle = self.touched() - self.merged - self.hot();
         self.astray = self.astray.min(self.out).min(self.hot());
         let missing = (self.out - idle).max(self.astray);
         if missing > Bytes::ZERO && self.spec.misbehaviour != Misbehaviour::Pinned {
