@@ -83,6 +83,8 @@ pub enum Inquiry {
     Backends,
     /// In which order QEMU has its RAM.
     Order,
+    /// What QEMU itself writes to memory at each reset.
+    Roms,
     /// Where a stretch of RAM is.
     Address(usize),
 }
@@ -163,6 +165,7 @@ impl Inventory {
             all.push(human(Inquiry::Tree, "info mtree -f"));
             all.push((Inquiry::Backends, "query-memdev", None));
             all.push(human(Inquiry::Order, "info ramblock"));
+            all.push(human(Inquiry::Roms, "info roms"));
         }
         self.begun = Some(now);
         self.waits = all.iter().map(|q| q.0).collect();
@@ -208,6 +211,7 @@ impl Inventory {
     fn lasting(&self, begun: Instant) -> Findings {
         let (segments, order) = self.segments();
         let mut objections = self.machine();
+        objections.extend(self.roms());
         objections.extend(order);
         Findings { begun, objections, firmware: self.firmware(), segments }
     }
@@ -279,6 +283,17 @@ impl Inventory {
             }
         }
         found
+    }
+
+    /// A kernel of ELF format, for one, lies in RAM at each reset before its firmware runs, and before
+    /// a tripwire tells of the reset (`hw/core/loader.c`, `rom_reset`).
+    fn roms(&self) -> Option<String> {
+        let Some(text) = self.value(Inquiry::Roms).and_then(Value::as_str) else {
+            return Some(untold("what it writes to memory at a reset"));
+        };
+        let name = |line: &str| line.split_once("name=").map_or("?", |(_, name)| name).to_owned();
+        let image = text.lines().find(|line| line.contains(" mem=ram "))?;
+        Some(format!("QEMU writes {} to RAM at each reset (-kernel of ELF format)", name(image)))
     }
 
     /// What is seen in the firmware's memory, then what QEMU says that it loads.

@@ -16,6 +16,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::libvirt::NOT_ASKED;
 use crate::probe::trust::TrustRules;
 use crate::root::Root;
 use crate::vm::Access;
@@ -152,6 +153,7 @@ pub(crate) fn qmp(mut stream: UnixStream, mut says: impl FnMut(&Value, &str) -> 
 pub(crate) fn qmp_answer(said: Said, id: &Value) -> String {
     let (key, said) = match said {
         Ok(said) => ("return", said),
+        Err(NOT_ASKED) => ("error", json!({ "class": NOT_ASKED, "desc": "a job holds it" })),
         Err(why) => ("error", json!({ "class": "GenericError", "desc": why })),
     };
     json!({ key: said, "id": id }).to_string() + "\n"

@@ -409,6 +409,7 @@ impl Attached {
     /// protected, and no longer than that.
     fn step(&mut self, now: Instant) -> Result<(), Objection> {
         let (ram, guard, open, room) = (&self.ram, &self.guard, &self.open, self.room);
+        let faults = self.tracker.faults;
         // What is merged is to stay so, as long as nothing has to be protected.
         let gently = !open.ranges.is_empty() || !self.registered;
         let registered = &mut self.registered;
@@ -416,6 +417,10 @@ impl Attached {
             if !std::mem::replace(registered, true) {
                 // Before anything is protected: merging would lift the protection.
                 ksm_ranges::leave_ksm(ram, open, room)?;
+                // A DIMM may have been replaced since the daemon told where it is.
+                if !faults.moved_ram() {
+                    ram.is_still_there().map_err(|why| Objection { why, passes: true })?;
+                }
                 register(ram, &guard.uffd)?;
             }
             Ok(())
@@ -439,10 +444,16 @@ impl Attached {
         }
         let soon = recycled || self.open.ranges.len() <= FEW;
         if now - self.closed_at < if soon { ASIDE_EVERY } else { REST_EVERY } {
-            return self.open.keep_tripwires_out(&self.ram);
+            self.open.keep_tripwires_out(&self.ram)?;
+        } else {
+            self.closed_at = now;
+            self.open.keep_rest_out(&self.ram)?;
         }
-        self.closed_at = now;
-        self.open.keep_rest_out(&self.ram)
+        // What was merged meanwhile is not protected any more.
+        if !self.tracker.faults.no_look_at_wires() {
+            self.guard.look_at_wires();
+        }
+        Ok(())
     }
 
     /// Closes what is free in ranges that are open to KSM, so that it can be given back. Where that

@@ -55,6 +55,9 @@ faults! {
     no_early: "What may be written before a tripwire is given back, too.";
     zero_wire: "A tripwire is relied on although its page is zero.";
     no_late_beat: "The challenge is written without a beat since the tripwires were armed.";
+    no_state: "The challenge is written to a module that says that it has stopped.";
+    no_look_at_wires: "Tripwires are not looked at: KSM may have taken their protection.";
+    moved_ram: "RAM is not looked at again before it is registered.";
     no_flush: "What one pass found waits for a window of the next.";
 }
 

@@ -28,6 +28,7 @@ use ebb_core::wire::{AgentState, Module};
 use crate::faults::Faults;
 use crate::guard::Guard;
 use crate::ksm_ranges::Objection;
+use crate::priority::RealTime;
 use crate::ram::{Bits, Ram};
 use crate::sys::{self, Range};
 
@@ -300,12 +301,17 @@ impl Tracker {
         let At::Armed { since, header } = &self.at else { return };
         let late = self.running && now.duration_since(*since) > PATIENCE;
         let unasked = self.faults.no_challenge();
+        // From here to the challenge nothing runs before us: a module that has stopped keeps its
+        // header for 50 ms.
+        let _first = RealTime::begin();
         let window = guard.open();
         let Some(fresh) = read_again(ram, header).filter(|_| !guard.tripped()) else {
             drop(window);
             return self.forget(guard, "its header changed, or a tripwire was written to");
         };
-        let beats = fresh.live.beat > header.live.beat && fresh.live.beats_right(fresh.key);
+        let beats = fresh.live.beat > header.live.beat
+            && fresh.live.beats_right(fresh.key)
+            && (fresh.live.state == GuestState::Running || self.faults.no_state());
         if !beats && !unasked && !self.faults.no_late_beat() {
             drop(window);
             if late {

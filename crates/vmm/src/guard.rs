@@ -13,7 +13,9 @@
 //! Where a device that pins guest memory may be opened ([`DeviceWatch`]), nothing is protected for
 //! a while: the map is dropped in the same way.
 
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -33,6 +35,8 @@ use crate::uffd::Uffd;
 const YIELD: Duration = Duration::from_micros(20);
 const YIELDS: usize = 250;
 const WIRES: usize = 4;
+/// `/proc/self/pagemap`: the page is write-protected by userfaultfd.
+const PROTECTED: u64 = 1 << 57;
 /// How many pages whose writers were woken are remembered. One that faults again within
 /// [`RECENT`] is still protected, so its protection is lifted.
 const WOKEN: usize = 8;
@@ -65,6 +69,8 @@ pub struct Guard {
     waits: Mutex<Histogram>,
     device_watch: Option<DeviceWatch>,
     held: Mutex<Option<Instant>>,
+    /// Our own page table's flags, where the kernel shows them.
+    pagemap: Option<File>,
     quit: OwnedFd,
 }
 
@@ -87,6 +93,7 @@ impl Guard {
             faults: AtomicU64::new(0),
             opened: Mutex::new(Instant::now()),
             waits: Mutex::default(),
+            pagemap: File::open("/proc/self/pagemap").ok(),
             quit: eventfd(0, EventfdFlags::CLOEXEC)?,
         })
     }
@@ -157,6 +164,19 @@ impl Guard {
     }
 
     /// Whether a tripwire was written to since they were armed.
+    /// Whether an armed page is not protected any more, although nothing that was seen has written to
+    /// it: KSM takes the protection of what it merges. It counts as written to, as it may have been.
+    pub fn look_at_wires(&self) {
+        let Some(pagemap) = &self.pagemap else { return };
+        for page in self.wires.iter().map(|wire| wire.page.load(SeqCst)).filter(|page| *page != 0) {
+            let mut flags = [0; 8];
+            let read = pagemap.read_exact_at(&mut flags, page / PAGE * 8);
+            if read.is_ok() && u64::from_le_bytes(flags) & PROTECTED == 0 {
+                self.tripped.store(true, SeqCst);
+            }
+        }
+    }
+
     pub fn tripped(&self) -> bool {
         self.tripped.load(SeqCst)
     }

@@ -31,6 +31,19 @@ pub enum Kind {
     },
 }
 
+impl Kind {
+    fn is(&self, other: &Kind) -> bool {
+        match (self, other) {
+            (Kind::Anonymous, Kind::Anonymous) => true,
+            (Kind::Shared { fd: a, offset: at }, Kind::Shared { fd: b, offset }) => {
+                let file = |fd: &OwnedFd| fstat(fd).ok().map(|file| (file.st_dev, file.st_ino));
+                at == offset && file(a).is_some() && file(a) == file(b)
+            }
+            _ => false,
+        }
+    }
+}
+
 /// A checked piece of RAM.
 #[derive(Debug)]
 pub struct Piece {
@@ -95,6 +108,17 @@ impl Ram {
         let ranges = pieces.iter().map(|p| Range { start: p.gpa, len: p.size }).collect();
         let memory = File::open("/proc/self/mem").ok();
         Ok(Ram { pieces, ranges, pagemap: pagemap(), memory, pidfd: sys::discard_all_probe() })
+    }
+
+    /// Whether all of it is where it was when it was checked; the error says what is not.
+    pub fn is_still_there(&self) -> Result<(), String> {
+        let segment = |p: &Piece| Segment { gpa: p.gpa, size: p.size, hva: p.hva };
+        let segments: Vec<Segment> = self.pieces.iter().map(segment).collect();
+        let now = Ram::check(&segments)?;
+        let other = self.pieces.iter().zip(&now.pieces).find(|(was, is)| !was.kind.is(&is.kind));
+        let moved =
+            |p: &Piece| format!("RAM at {:#x} ({} MiB): is other memory now", p.gpa, p.size >> 20);
+        other.map_or(Ok(()), |(was, _)| Err(moved(was)))
     }
 
     /// Whether some of it is anonymous.

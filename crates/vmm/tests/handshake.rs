@@ -12,10 +12,12 @@ use std::time::Duration;
 
 use common::*;
 use ebb_core::units::Bytes;
+use ebb_core::wire::abi::PAGE;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Answer, Attach, BLOCK_PAGES, Command};
-use ebb_core::wire::{HugePages, Recycle, Refused};
+use ebb_core::wire::{HugePages, Recycle, Refused, Segment};
 use ebb_vmm::faults::Faults;
+use ebb_vmm::sys::{self, Range};
 
 /// Recycles against working threads; returns allocations, losses and pages
 /// recycled. Ends at the first loss.
@@ -274,6 +276,78 @@ fn what_does_not_beat_once_the_tripwires_are_armed_is_not_written_to() {
     assert!(!writes_to_what_is_gone(Faults::default()));
     #[cfg(feature = "faults")]
     assert!(writes_to_what_is_gone(Faults::parse("no_late_beat").unwrap()));
+}
+
+/// Whether the agent writes its number to a header whose module has stopped since the tripwires were
+/// armed: the page may be another's in a moment.
+fn writes_to_what_has_stopped(faults: Faults) -> bool {
+    let guest = Guest::new(64, RamKind::Small);
+    let mut agent = agent_of(guest.attach(), faults);
+    assert!(within(Duration::from_secs(10), || {
+        guest.beat();
+        status(&mut agent, false);
+        guest.registered()
+    }));
+    guest.put32(HEADER + 128, 4);
+    guest.beat();
+    status(&mut agent, false);
+    guest.word(HEADER + 208).load(SeqCst) != 0
+}
+
+#[test]
+fn what_has_stopped_once_the_tripwires_are_armed_is_not_written_to() {
+    assert!(!writes_to_what_has_stopped(Faults::default()));
+    #[cfg(feature = "faults")]
+    assert!(writes_to_what_has_stopped(Faults::parse("no_state").unwrap()));
+}
+
+/// Whether RAM is registered of which a part was unmapped before the guest's header was there: a
+/// DIMM was replaced, and its place in this process is another's.
+fn registers_what_has_gone(faults: Faults) -> bool {
+    let guest = Guest::new(64, RamKind::Small);
+    guest.word(HEADER).store(0, SeqCst);
+    let [half, hva] = [guest.pages * PAGE / 2, guest.memory.address()];
+    let dimm = Segment { gpa: 4 << 30, size: half, hva: hva + half };
+    let segments = vec![Segment { gpa: 0, size: half, hva }, dimm];
+    let mut agent = agent_of(Attach { segments, ..guest.attach() }, faults);
+    status(&mut agent, false);
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    let at = dimm.hva as *mut libc::c_void;
+    // SAFETY: a part of the guest's own memory, to which there are no references.
+    let new = unsafe { libc::mmap(at, half as usize, libc::PROT_NONE, flags, -1, 0) };
+    assert_eq!(new, at);
+    guest.write_header();
+    assert!(within(Duration::from_secs(10), || {
+        guest.beat();
+        let why = status(&mut agent, false).why.unwrap_or_default();
+        guest.registered() || why.contains("not writable in this process")
+    }));
+    guest.registered()
+}
+
+#[test]
+fn what_was_replaced_since_the_daemon_told_of_it_is_not_registered() {
+    assert!(!registers_what_has_gone(Faults::default()));
+    #[cfg(feature = "faults")]
+    assert!(registers_what_has_gone(Faults::parse("moved_ram").unwrap()));
+}
+
+/// Pages that are given back of a map although a tripwire has lost its protection, as KSM takes it of
+/// what it merges: a reset would have gone unnoticed.
+fn given_back_without_a_wire(faults: Faults) -> u64 {
+    let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, faults);
+    assert!(ready(&mut agent, Duration::from_secs(10)));
+    guest.fill_and_free(FIRST, 1024);
+    sys::discard(Range { start: guest.memory.address(), len: PAGE }).unwrap();
+    let _ = recycle(&mut agent, Recycle { budget_ms: 10_000, ..Recycle::default() });
+    (FIRST..FIRST + 1024).filter(|page| !guest.holds(*page, !*page)).count() as u64
+}
+
+#[test]
+fn nothing_is_given_back_once_a_tripwire_is_not_protected() {
+    assert_eq!(given_back_without_a_wire(Faults::default()), 0);
+    #[cfg(feature = "faults")]
+    assert_eq!(given_back_without_a_wire(Faults::parse("no_look_at_wires").unwrap()), 1024);
 }
 
 /// The agent writes its number there, and would wait for itself.

@@ -16,6 +16,9 @@ const TREE: &str = "FlatView #0
 ";
 const ORDER: &str = "  Block Name  PSize Offset Used Total\n  a  4 KiB 0x0 0x0 0x0\n \
     /objects/b  4 KiB 0x0 0x0 0x0\n  pc.rom 4 KiB 0x0 0x0 0x0\n";
+const ROMS: &str = "fw=genroms/kvmvapic.bin size=0x002400 name=\"kvmvapic.bin\"\r\n\
+    addr=00000000fffc0000 size=0x040000 mem=rom name=\"bios-256k.bin\"\r\n\
+    /rom@etc/acpi/tables size=0x200000 name=\"etc/acpi/tables\"\r\n";
 const NETWORK: &str = "virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00\r\n \
     \\ n0: index=0,type=user,net=10.0.2.0,restrict=off\r\n";
 
@@ -38,6 +41,7 @@ fn plain(inquiry: Inquiry) -> Option<Value> {
         Tree => Some(json!(TREE)),
         Backends => Some(json!([{ "id": "a" }, { "id": "b" }])),
         Order => Some(json!(ORDER)),
+        Roms => Some(json!(ROMS)),
         Address(i) => Some(json!(format!("Host virtual address for 0x0 (a) is 0x7f{i}0000\r\n"))),
     }
 }
@@ -114,6 +118,11 @@ fn what_is_not_known_to_be_harmless_is_an_objection() {
         (Parameters, Some(json!({ "mode": "cpr-transfer" })), "cpr-transfer"),
         (Machine(0), text("microvm-machine"), "microvm"),
         (Machine(3), text("/objects/sev0"), "encrypted"),
+        (
+            Roms,
+            text("addr=0000000001000000 size=0x1f00000 mem=ram name=\"phdr #0: vmlinux\"\r\n"),
+            "vmlinux",
+        ),
     ]);
 }
 
@@ -128,6 +137,7 @@ fn what_qemu_does_not_tell_is_an_objection() {
         (Machine(0), None, "machine"),
         (Address(1), text("No memory is mapped"), "RAM"),
         (Order, None, "snapshot"),
+        (Roms, None, "at a reset"),
         (Backends, None, "what backs its RAM"),
         (Capabilities, None, "how it migrates"),
         (Parameters, None, "how it migrates"),
@@ -168,7 +178,7 @@ fn a_later_round_asks_for_what_comes_and_goes() {
     };
     let (first, known) = begin(&mut inventory);
     let (second, again) = begin(&mut inventory);
-    assert_eq!((first, second), (16, 7));
+    assert_eq!((first, second), (17, 7));
     assert_eq!((known.segments, known.firmware), (again.segments, again.firmware));
     inventory.look_anew();
     assert_eq!(begin(&mut inventory).0, first);

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use self::question::{Need, Question};
+use super::NOT_ASKED;
 use super::calls::{self, Domain, Event, Numbers, Request, bad_answer};
 use super::description::{Balloon, Description, VirtioMem};
 use super::rpc::Refused;
@@ -315,9 +316,13 @@ impl Bridge {
             (Purpose::Memory(_), Err(e)) => self.refuse_all(Need::Memory, &e.message),
             (Purpose::Job(_), Err(e)) => self.refuse_all(Need::Job, &e.message),
             (Purpose::Order(id), Err(e)) => self.refuse_orders(&id, &e.message),
-            (Purpose::Period(id, _) | Purpose::Monitor(id), Err(e)) => {
+            (Purpose::Period(id, _), Err(e)) => {
                 self.is_quick = false;
                 self.refused(&id, &e.message);
+            }
+            (Purpose::Monitor(id), Err(e)) => {
+                self.is_quick = false;
+                self.fails(&id, NOT_ASKED, &e.message);
             }
         }
         Ok(())
@@ -539,7 +544,11 @@ impl Bridge {
     }
 
     fn refused(&mut self, id: &Value, why: &str) {
-        self.say(&json!({ "id": id, "error": { "class": "GenericError", "desc": why } }));
+        self.fails(id, "GenericError", why);
+    }
+
+    fn fails(&mut self, id: &Value, class: &str, why: &str) {
+        self.say(&json!({ "id": id, "error": { "class": class, "desc": why } }));
     }
 
     fn say(&mut self, message: &Value) {

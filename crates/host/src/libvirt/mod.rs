@@ -40,6 +40,8 @@ pub(crate) use self::watch::Watch;
 
 /// How long a look into a container is awaited.
 const PATIENCE: Duration = Duration::from_millis(50);
+/// The class of an error that is libvirt's, not QEMU's: QEMU was not asked.
+pub const NOT_ASKED: &str = "NotAsked";
 /// The socket of QEMU's driver, and that of all drivers together.
 const SOCKETS: [&str; 2] = ["virtqemud-sock", "libvirt-sock"];
 

@@ -3,12 +3,14 @@
 
 use std::time::Instant;
 
-use ebb_core::sample::{GuestStats, Heard, VmEvent};
+use ebb_core::sample::{Heard, VmEvent};
 use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
 use super::questions::BALLOON_CHANGE;
 use super::{DETAILS, Kick, Query, Vm};
+use crate::inventory::Inquiry;
+use crate::libvirt;
 use crate::qmp::{Client, QmpError};
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
@@ -34,6 +36,13 @@ impl Vm {
     fn answer(&mut self, query: Query, answer: Result<Value, QmpError>) {
         if let (Query::Inventory(inquiry), Ok(_) | Err(QmpError::Command { .. })) = (query, &answer)
         {
+            // A balloon that was plugged in: whether it reports free pages is asked first.
+            if let (Inquiry::Folder(i), Ok(value)) = (inquiry, &answer)
+                && let Some(found) = qmp_balloon::parse_find_balloon(DEVICE_FOLDERS[i], value)
+                && self.device.as_ref() != Some(&found)
+            {
+                (self.looked, self.looked_up) = (false, None);
+            }
             for (inquiry, command, arguments) in self.inventory.answer(inquiry, answer.ok()) {
                 self.send(Query::Inventory(inquiry), command, arguments);
             }
@@ -50,7 +59,7 @@ impl Vm {
                 }
                 _ => {}
             }
-        } else {
+        } else if query != Query::Reporting || !is_of_libvirt(&answer) {
             self.unanswered.retain(|its| *its != query);
         }
         let value = match answer {
@@ -175,7 +184,7 @@ impl Vm {
                 }
                 let shared = self.is_shared();
                 if let (true, Some(was), Some(is)) = (shared, self.answers.guest, guest)
-                    && is_of_another_boot(&was, &is)
+                    && is.is_of_another_boot(&was)
                 {
                     self.forget_stats();
                     self.events.push(VmEvent::Reset);
@@ -239,10 +248,7 @@ impl Vm {
     }
 }
 
-/// Whether a guest was reset between two statistics, where no event tells: its counters of page
-/// faults begin anew with its kernel. Those of Windows are rates, which come and go.
-fn is_of_another_boot(was: &GuestStats, is: &GuestStats) -> bool {
-    let minor = was.minor_faults.zip(is.minor_faults).is_some_and(|(was, is)| is < was);
-    let major = was.major_faults.zip(is.major_faults).is_none_or(|(was, is)| is <= was);
-    minor && major && !was.is_windows && !is.is_windows
+/// Whether libvirt has refused to ask QEMU: it may only have been busy.
+fn is_of_libvirt(answer: &Result<Value, QmpError>) -> bool {
+    matches!(answer, Err(QmpError::Command { class, .. }) if class == libvirt::NOT_ASKED)
 }

@@ -72,6 +72,10 @@ impl Vm {
         let every = if self.device.is_some() { LOOK_UP } else { LOOK_FOR };
         if self.looked_up.is_none_or(|at| now - at > every) || !self.ready {
             self.looked_up = Some(now);
+            // Where no event tells that a DIMM was replaced by one of its size.
+            if !self.tells() {
+                self.inventory.look_anew();
+            }
             for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
                 self.send(Query::Folder(i), "qom-list", Some(qmp_balloon::list(folder)));
             }
@@ -118,11 +122,15 @@ impl Vm {
         }
     }
 
+    /// Whether QEMU tells of events.
+    fn tells(&self) -> bool {
+        self.client.as_ref().is_some_and(|c| c.is_direct() && !c.is_shared())
+    }
+
     /// Whether its balloon may have another size than at the last answer. QEMU tells each move, by
     /// an event a second at most.
     fn may_have_moved(&mut self, now: Instant) -> bool {
-        let tells = self.client.as_ref().is_some_and(|c| c.is_direct() && !c.is_shared());
-        !tells
+        !self.tells()
             || self.answers.actual.is_none()
             || self.ordered.is_some()
             || !self.orders.is_empty()

@@ -100,6 +100,38 @@ fn a_qemu_that_knows_nothing_of_reporting_is_known_not_to_report() {
     assert!(known && vm.reporting.is_none());
 }
 
+/// A job of others may hold the domain for as long as libvirt waits.
+#[test]
+fn what_libvirt_could_not_ask_about_reporting_is_asked_again() {
+    let (_dir, qemu, mut vm) = with_qemu(|it| {
+        (it.refuses, it.is_held_up) = (Some(REPORTING), true);
+    });
+    while qemu.was_asked(REPORTING) < 3 {
+        tick(&mut vm);
+        assert!(!vm.known());
+    }
+    qemu.it().refuses = None;
+    let found = (0..20).find_map(|_| tick(&mut vm).balloon?.reporting);
+    assert_eq!((found, vm.known()), (Some(true), true));
+}
+
+/// It may report free pages two seconds later.
+#[test]
+fn what_discards_is_not_known_once_a_balloon_was_plugged_in() {
+    let (_dir, qemu, mut vm) = with_qemu(|it| it.unplugged = true);
+    vm.agent = Some(AgentLink::new("/nowhere/agent".into(), std::process::id()));
+    while !(vm.known() && qemu.was_asked("info network") > 0) {
+        tick(&mut vm);
+    }
+    qemu.it().unplugged = false;
+    // What can write to its memory is asked for right before an order.
+    vm.ran_asked = None;
+    tick(&mut vm);
+    assert!(vm.device.is_none() && !vm.known());
+    let found = (0..20).find_map(|_| tick(&mut vm).balloon?.reporting);
+    assert_eq!((found, vm.known()), (Some(true), true));
+}
+
 /// A VM whose balloon was found and whose guest has said nothing.
 fn with_balloon() -> (TempDir, Qemu, Vm) {
     let (dir, qemu, mut vm) = with_qemu(|it| it.free = None);

@@ -50,6 +50,7 @@ fn says(asked: &Value, line: &str, shared: &Shared) -> Value {
         "query-memory-size-summary" => json!({ "base-memory": 1u64 << 30 }),
         "query-balloon" => json!({ "actual": 1u64 << 30 }),
         "qom-list" if line.contains("/objects") => json!([child("memory-backend-ram")]),
+        "qom-list" if line.contains("-anon") => json!([]),
         "qom-list" => {
             let more = state.device.map(child);
             std::iter::once(child("virtio-balloon-pci")).chain(more).collect()

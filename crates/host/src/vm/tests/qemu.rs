@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde_json::{Value, json};
 
+use crate::libvirt::NOT_ASKED;
 use crate::qmp_balloon::{INTERVAL, REPORTING, STATS};
 use crate::testing::{Said, qmp, qmp_answer};
 
@@ -40,6 +41,8 @@ pub(crate) struct State {
     pub sets: Option<usize>,
     /// It refuses commands that have this in their line, and answers others late.
     pub refuses: Option<&'static str>,
+    /// As libvirt does that cannot ask it now.
+    pub is_held_up: bool,
     pub holds: Option<&'static str>,
     /// The answers that it holds back.
     pub held: Vec<String>,
@@ -91,8 +94,9 @@ impl State {
 
     fn answer(&mut self, asked: &Value, line: &str) -> Option<Said> {
         self.asked.push(line.into());
+        let no = if self.is_held_up { NOT_ASKED } else { "no" };
         let is = |what: Option<&str>| what.is_some_and(|what| line.contains(what));
-        let said = if is(self.refuses) { Err("no") } else { Ok(self.says(asked, line)?) };
+        let said = if is(self.refuses) { Err(no) } else { Ok(self.says(asked, line)?) };
         if is(self.holds) {
             self.held.push(qmp_answer(said, &asked["id"]));
             return None;
@@ -120,7 +124,7 @@ impl State {
                 self.orders.push(value.as_u64().unwrap() >> 20);
                 json!({})
             }
-            "qom-list" if self.unplugged => json!([]),
+            "qom-list" if self.unplugged || line.contains("-anon") => json!([]),
             "qom-list" => json!([{ "name": "b", "type": "child<virtio-balloon-pci>" }]),
             "qom-set" => {
                 if self.sets == Some(0) {
