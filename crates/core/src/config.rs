@@ -484,6 +484,10 @@ mod tests {
                 "[vm.a]\nmin = \"2GiB\"\nmax = \"1GiB\"",
                 "f:2: vm.a.min: min 2 GiB is above max 1 GiB",
             ),
+            (
+                "[defaults]\nmin = \"2GiB\"\n[vm.a]\nmax = \"1GiB\"",
+                "f:4: vm.a.max: min 2 GiB (from [defaults]) is above max 1 GiB",
+            ),
             ("[vm.a]\nmax = \"0%\"", "f:2: vm.a.max: 0% is no memory: max must be above 0"),
             ("[defaults]\nmax = 0", "f:2: defaults.max: 0 B is no memory"),
             ("[vm.a]\nmin = \"120%\"", "f:2: min: “120%” is not a share: 0% to 100%"),

@@ -44,6 +44,8 @@ const NOTIFIED_LIFE_MS: u64 = 2_000;
 /// A VM is found within this time after its process has started, milliseconds: new ones are looked
 /// for every 2 s. What it held meanwhile was taken for others'.
 const FOUND_MS: u64 = 5_000;
+/// Requests about merging of no more VMs are kept for when they are started again.
+const MOST_WISHES: usize = 1000;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -72,6 +74,9 @@ pub struct Memory {
     /// The last notification of cgroup v1, and the state it stands for.
     pub notified: Option<(Stamp, Pressure)>,
     pub merge: MergeMemory,
+    /// The operator's requests about merging of single VMs, by name: a VM may be started again.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub merge_wishes: BTreeMap<String, bool>,
 }
 
 /// What is remembered of one limit.
@@ -248,9 +253,13 @@ impl Memory {
             match &wish.vm {
                 None => {
                     self.merge.asked = Some(wish.on);
+                    self.merge_wishes.clear();
                     self.vms.iter_mut().for_each(|v| v.merge.asked = None);
                 }
                 Some(name) => {
+                    if self.merge_wishes.len() < MOST_WISHES {
+                        self.merge_wishes.insert(name.clone(), wish.on);
+                    }
                     let named = self.vms.iter_mut().filter(|v| v.name == *name);
                     named.for_each(|v| v.merge.asked = Some(wish.on));
                 }
@@ -274,7 +283,10 @@ impl Memory {
             // young.
             let new = self.vm(vm.id).is_none_or(|m| m.footprint.is_none());
             let first = new && (self.at.is_some() || vm.age_ms.is_some());
+            let wish =
+                self.merge_wishes.get(&vm.name).copied().filter(|_| self.vm(vm.id).is_none());
             let m = self.vm_mut(vm.id);
+            m.merge.asked = m.merge.asked.or(wish);
             m.name.clone_from(&vm.name);
             let mut all_came = StageName::ALL.map(|name| (name, m.came(name)));
             m.observe(at, (dt_ms, first), sample.wall_ms / 1000, vm);

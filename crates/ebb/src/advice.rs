@@ -32,6 +32,18 @@ pub fn sections(vm: &VmSample) -> impl Iterator<Item = String> {
     std::iter::once(vm.given_name().to_string()).chain(uuid)
 }
 
+/// Sections `[vm.NAME]` of a VM that has one by its uuid: that one alone counts.
+pub fn shadowed_sections(config: &Config, vms: &[VmSample]) -> Vec<String> {
+    let shadowed = |vm: &VmSample| {
+        let [name, uuid] = [vm.given_name().to_string(), by_uuid(vm.uuid.as_deref()?)];
+        let both = name != uuid && [&name, &uuid].iter().all(|s| config.vms.contains_key(*s));
+        both.then(|| {
+            format!("[vm.{name}] has no effect: [vm.\"{uuid}\"] is of the same VM, and counts")
+        })
+    };
+    vms.iter().filter_map(shadowed).take(NAMES).collect()
+}
+
 /// Sections `[vm.NAME]` without a VM. Where one says `manage = false`, a VM that was meant is
 /// managed all the same.
 pub fn unmet_sections<'a>(config: &Config, unmet: impl Iterator<Item = &'a str>) -> Option<String> {
@@ -69,6 +81,22 @@ mod tests {
         let many: Vec<String> = (0..12).map(|n| format!("v{n}")).collect();
         let said = unmet_sections(&config, many.iter().map(String::as_str)).unwrap();
         assert!(said.contains("[vm.v9] and 2 more has"), "{said}");
+    }
+
+    const UUID: &str = "6f1ed002-ab5c-4e2e-9d2c-0d4a6f1c5b11";
+
+    #[test]
+    fn a_section_beside_one_by_uuid_has_no_effect() {
+        let text = format!("[vm.web]\nmanage = false\n[vm.\"uuid:{UUID}\"]\n[vm.db]\n");
+        let config = Config::parse("f", &text).unwrap();
+        let of = |name: &str, uuid: Option<&str>| {
+            let (name, uuid) = (name.into(), uuid.map(Into::into));
+            shadowed_sections(&config, &[VmSample { name, uuid, ..VmSample::default() }])
+        };
+        let said = of("web", Some(UUID));
+        assert!(said[0].starts_with("[vm.web] has no effect: [vm.\"uuid:6f1e"), "{said:?}");
+        let none = [of("web", None), of("db", Some("u2")), of("other", Some(UUID))];
+        assert!(none.iter().all(Vec::is_empty), "{none:?}");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use ebb_core::sample::{Link, RunState, Sample, VmId};
 use ebb_core::state::Owned;
 use ebb_core::tick::{Host, Next};
 use ebb_core::units::{Bytes, Stamp};
+use ebb_host::hands_off::MOST_MS;
 use ebb_host::linux::{LinuxHost, Options};
 use ebb_host::probe::trust::TrustRules;
 use ebb_host::waker::Waker;
@@ -163,7 +164,7 @@ impl Host for Daemon {
             match self.host.hands_off(&wish.vm, wish.ms) {
                 Ok(()) if wish.ms == 0 => say(&format!("{}: hands on, as was asked", wish.vm)),
                 Ok(()) => {
-                    let s = wish.ms.div_ceil(1000);
+                    let s = wish.ms.min(MOST_MS).div_ceil(1000);
                     say(&format!("{}: hands off for {s} s, as was asked", wish.vm));
                 }
                 Err(why) => say(&format!("{}: not left alone as was asked: {why}", wish.vm)),

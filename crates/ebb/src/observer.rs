@@ -145,7 +145,9 @@ impl Observer {
         let unmet = self.unmet.iter().map(String::as_str).filter(|_| looked >= SETTLED_MS);
         let reserve = advice::cut_reserve(config, &model.host);
         let unmet = advice::unmet_sections(config, unmet);
-        reserve.into_iter().chain(unmet).chain(view::forbidden(tick)).collect()
+        let shadowed = advice::shadowed_sections(config, &tick.sample.vms);
+        let all = reserve.into_iter().chain(unmet).chain(shadowed);
+        all.chain(view::forbidden(tick)).collect()
     }
 
     fn write(&mut self, head: Option<&Head>, number: u64, tick: &[u8]) {

@@ -398,7 +398,9 @@ impl Checker<'_> {
     fn vm(&self, at: &str, mut raw: RawVm, base: &VmSettings) -> Result<VmSettings, ConfigError> {
         let field = |name: &str| format!("{at}.{name}");
         let identity = self.identity(at, &mut raw)?;
-        let min_span = raw.min.as_ref().map(Spanned::span);
+        // Where only `max` is in this section, `min` is that of all VMs.
+        let of_min = raw.min.as_ref().map(|min| ("min", min.span()));
+        let limit = of_min.or(raw.max.as_ref().map(|max| ("max", max.span())));
         let max = self.read(&field("max"), raw.max, |RawAmount(max)| match max.is_nothing() {
             true => Err(no_memory(max)),
             false => with_unit(max),
@@ -433,8 +435,14 @@ impl Checker<'_> {
         }
         let min = settings.min;
         if let Some(max) = settings.max.filter(|max| min.is_above(*max)) {
-            let message = format!("min {min} is above max {max}: min must not exceed max");
-            return Err(self.fail(min_span, &field("min"), message));
+            let from = if settings.own.min.is_none() && at != DEFAULTS {
+                " (from [defaults])"
+            } else {
+                ""
+            };
+            let message = format!("min {min}{from} is above max {max}: min must not exceed max");
+            let (key, span) = limit.unzip();
+            return Err(self.fail(span, &field(key.unwrap_or("min")), message));
         }
         Ok(settings)
     }

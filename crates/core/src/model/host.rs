@@ -284,7 +284,10 @@ fn swap_left(host: &HostSample) -> Bytes {
         None if host.zswap => COMPRESSED_FREES,
         None => 1.0,
     };
-    host.swaps.iter().map(|a| (a.size - a.used - a.size.share(0.1)).share(frees(a))).sum()
+    let left: Bytes =
+        host.swaps.iter().map(|a| (a.size - a.used - a.size.share(0.1)).share(frees(a))).sum();
+    // Of an area that is being switched off the kernel counts only what is still in it.
+    left.min(m.swap_total - host.swaps.iter().map(|a| a.used).sum())
 }
 
 /// What limits memory here, and the stalls that are its own: always the machine, then the VMs'
@@ -398,9 +401,7 @@ fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
     }
     let below = || vms.iter().filter(|vm| vm.is_below(limit));
     // Merged memory may have to be copied again.
-    let merged = |vm: &VmModel| vm.merge.as_ref().map_or(0, |part| part.sample.stat.merged());
-    let apart = |vm: &VmModel| vm.resident.map(|resident| resident - Bytes::pages(merged(vm)));
-    let guests = below().map(|vm| match (vm.ram, apart(vm)) {
+    let guests = below().map(|vm| match (vm.ram, vm.apart()) {
         (Some(ram), Some(resident)) => {
             let own = vm.own.max(OVERHEAD.0 + ram.share(OVERHEAD.1));
             let ram = if vm.in_pool { Bytes::ZERO } else { ram };
@@ -408,7 +409,7 @@ fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
         }
         _ => limit.capacity,
     });
-    let held: Bytes = below().filter_map(apart).sum();
+    let held: Bytes = below().filter_map(VmModel::apart).sum();
     let others = (limit.capacity - limit.headroom) - held;
     let beyond = held - limit.capacity;
     guests.fold(others + beyond, |sum, one| (sum + one).min(limit.capacity))

@@ -170,6 +170,9 @@ fn swap_counts_as_far_as_the_vms_may_use_it_and_it_frees_memory() {
     assert_eq!(left(vec![area(5, zram(4, 3))], false, None).0[0], 1.0);
     assert_eq!(left(vec![area(5, zram(4, 5))], false, None).0[0], 0.0);
     assert_eq!(left(vec![area(0, None)], true, None).0[0], 4.5, "zswap");
+    // Of one that is being switched off the kernel counts in all only what is still in it.
+    let going = vec![area(7, None), area(3, None)];
+    assert_eq!(left(going, false, None).0[0], 0.0);
 }
 
 #[test]

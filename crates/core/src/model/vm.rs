@@ -158,6 +158,12 @@ impl VmModel {
         Some(held.max(self.guest.map_or(held, |g| g.need - self.guest_swap())))
     }
 
+    /// What the host holds of it beside merged pages.
+    pub fn apart(&self) -> Option<Bytes> {
+        let merged = self.merge.as_ref().map_or(0, |part| part.sample.stat.merged());
+        Some(self.resident? - Bytes::pages(merged))
+    }
+
     /// What of its guest's memory is in the host's swap.
     pub fn guest_swap(&self) -> Bytes {
         self.swap.unwrap_or_default() - self.own_swap

@@ -155,7 +155,8 @@ fn vm_supply(model: &Model, vm: &VmModel, m: &VmMemory) -> VmSupply {
     let at = model.at;
     let host_side = match vm.in_pool {
         true => Bytes(u64::MAX),
-        false => vm.resident.unwrap_or_default() + vm.swap.unwrap_or_default(),
+        // Merged memory may have to be copied again.
+        false => vm.apart().unwrap_or_default() + vm.swap.unwrap_or_default(),
     };
     let owed = vm.ceiling.max(vm.actual.unwrap_or_default());
     let mut supply = VmSupply {
@@ -295,9 +296,9 @@ pub fn words(plan: &[LastResort]) -> String {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::model::{GuestModel, Trust};
-    use crate::sample::{AgentSample, HostSample, Meminfo, Sample, VmId};
-    use crate::units::Stamp;
+    use crate::model::{GuestModel, MergeVm, Trust};
+    use crate::sample::{AgentSample, HostSample, KsmStat, Meminfo, MergeSample, Sample, VmId};
+    use crate::units::{PAGE, Stamp};
 
     #[test]
     fn swap_counts_also_where_nothing_is_paged_out_on_purpose() {
@@ -363,6 +364,16 @@ mod tests {
         let vm = VmModel { in_pool: true, resident: Some(Bytes::mib(100)), ..idle_vm() };
         assert_eq!(supply_by(&vm, &VmMemory::default()).may_take, Bytes::ZERO);
         assert_eq!(vm.guest_held(), Some(Bytes::gib(8)));
+    }
+
+    #[test]
+    fn merged_memory_may_have_to_be_copied_again() {
+        let stat = KsmStat { merging_pages: Some(Bytes::gib(5).0 / PAGE), ..KsmStat::default() };
+        let sample = MergeSample { stat, ..MergeSample::default() };
+        let merge = Some(MergeVm { sample, ..MergeVm::default() });
+        let may_take =
+            |merge| supply_by(&VmModel { merge, ..idle_vm() }, &VmMemory::default()).may_take;
+        assert_eq!((may_take(None), may_take(merge)), (Bytes::gib(2), Bytes::gib(7)));
     }
 
     fn vm_supply(name: &str, free: u64, idle: u64, price: f64) -> VmSupply {

@@ -56,6 +56,8 @@ const HOT_MS: u64 = 2_000;
 /// share of RAM. What it has now would tell little: one whose cache was taken would count less than
 /// one that was left its own.
 const CACHE_SHARE: f64 = 0.35;
+/// Linux calls some page cache needed: it would be read again at once (`si_mem_available`).
+const CACHE_NEEDED: f64 = 0.1;
 /// The part of the reserve for which guests give up page cache: where free swap is at least the
 /// first part of the reserve, and where it is less.
 const CACHE_PART: (f64, f64) = (0.5, 0.75);
@@ -234,8 +236,7 @@ impl VmNeed<'_> {
     /// which the host does not hold yet.
     fn growth(&self, at: Stamp, level: Level) -> (Bytes, Bytes) {
         let needs = self.needs(at, level);
-        let stays =
-            if needs > self.g.need { self.g.cache.min(self.g.available) } else { Bytes::ZERO };
+        let stays = if needs > self.g.need { kept_cache(self.g, self.held) } else { Bytes::ZERO };
         let size = self.vm.actual.unwrap_or(needs);
         let grows = |to: Bytes| to.min(size) - self.apart - self.held;
         (grows(needs), grows(needs + stays))
@@ -249,6 +250,14 @@ impl VmNeed<'_> {
             true => want.min(self.vm.actual.unwrap_or(want)).max(self.held),
         }
     }
+}
+
+/// The page cache that a guest keeps while it has free memory to grow into, of what the host holds of
+/// it: what is in swap, or was never there, is not held, whatever the guest says. Some of the cache
+/// may be counted as needed as well (tmpfs, shared memory).
+pub(super) fn kept_cache(g: &GuestModel, held: Bytes) -> Bytes {
+    let needed = g.cache.min(held).share(CACHE_NEEDED);
+    g.cache.min(g.available).min(held - g.need + needed)
 }
 
 /// Divides what the host has. `least`: what each VM is to have in any case; `most_of`: what a limit

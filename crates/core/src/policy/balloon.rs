@@ -278,7 +278,9 @@ fn is_low(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> boo
     let step = (part.good - g.need).share(LOW_SHARE).max(LEAST_STEP);
     // Beyond the size that others gave it only a need counts, not what is likely.
     let good = part.good.min(vm.whole);
-    vm.standing == Standing::Ready && !m.ledger.suspect && m.reboot.is_none() && from + step < good
+    // The operator may have raised its floor.
+    let lacks = from + step < good || from + DEADBAND < vm.floor.min(good);
+    vm.standing == Standing::Ready && !m.ledger.suspect && m.reboot.is_none() && lacks
 }
 
 /// Grants what guests need, as far as each limit above them has it; returns what they have to wait

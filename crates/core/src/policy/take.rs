@@ -11,7 +11,7 @@ use crate::model::guest::AHEAD_S;
 use crate::model::{FRESH_MS, GuestModel, Model, Pressure, Standing, VmModel};
 use crate::plan::Reason;
 use crate::policy::Verdict;
-use crate::policy::allot::{Allotment, LEAST_MARKS};
+use crate::policy::allot::{Allotment, LEAST_MARKS, kept_cache};
 use crate::policy::balloon::CALM_MS;
 use crate::policy::recycle::{to_come, usable};
 use crate::state::{Memory, VmMemory};
@@ -190,10 +190,10 @@ fn will_lack(model: &Model, memory: &Memory, missing: Bytes) -> Bytes {
     let uses = |vm: &VmModel| {
         let (Some(g), Some(actual)) = (&vm.guest, vm.actual) else { return Bytes::ZERO };
         // While it has free memory it keeps its page cache and grows beside it.
-        let needs = g.after(takes_s);
-        let stays = if needs > g.need { g.cache.min(g.available) } else { Bytes::ZERO };
+        let (needs, held) = (g.after(takes_s), vm.guest_held().unwrap_or(actual));
+        let stays = if needs > g.need { kept_cache(g, held) } else { Bytes::ZERO };
         // What it needs and the host does not hold (swapped out, merged) it need not touch.
-        (needs + stays).min(actual) - vm.guest_held().unwrap_or(actual).max(g.need)
+        (needs + stays).min(actual) - held.max(g.need)
     };
     match missing {
         Bytes(0) => Bytes::ZERO,

@@ -83,6 +83,18 @@ pub struct GuestStats {
     pub refaults: Option<u64>,
 }
 
+impl GuestStats {
+    /// Whether the guest was reset since it said `was`, where no event tells: its counters of page
+    /// faults begin anew with its kernel. Those of Windows have 32 bits (`Balloon/app/memstat.cpp`,
+    /// `Balloon/sys/memstat.c`), so one of them alone may also have run over.
+    pub fn is_of_another_boot(&self, was: &GuestStats) -> bool {
+        let is_windows = self.is_windows || was.is_windows;
+        let minor = was.minor_faults.zip(self.minor_faults).is_some_and(|(was, is)| is < was);
+        let major = was.major_faults.zip(self.major_faults);
+        minor && major.map_or(!is_windows, |(was, is)| is < was || is == was && !is_windows)
+    }
+}
+
 /// When a guest's last statistics came, as far as that can be known: QEMU tells it in
 /// whole seconds, but statistics that differ from those seen before came after that look.
 #[derive(Clone, Copy, Debug, Default)]
@@ -150,6 +162,27 @@ impl GuestStats {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_reset_is_told_from_a_counter_that_has_run_over() {
+        let says = |is_windows, minor, major| GuestStats {
+            minor_faults: Some(minor),
+            major_faults: major,
+            is_windows,
+            ..GuestStats::default()
+        };
+        let is_reset = |is_windows, to: (u64, Option<u64>)| {
+            let was = says(is_windows, 5_000, Some(200));
+            says(is_windows, to.0, to.1).is_of_another_boot(&was)
+        };
+        for windows in [false, true] {
+            assert!(is_reset(windows, (300, Some(20))));
+            assert!(!is_reset(windows, (5_000, Some(20))) && !is_reset(windows, (300, Some(201))));
+        }
+        let same = (300, Some(200));
+        assert!(is_reset(false, same) && !is_reset(true, same), "32 bits have run over");
+        assert!(is_reset(false, (300, None)) && !is_reset(true, (300, None)));
+    }
 
     fn stats(updated_s: u64, free: u64) -> GuestStats {
         GuestStats { updated_s, free: Some(Bytes(free)), ..GuestStats::default() }

@@ -32,7 +32,11 @@ pub fn off(socket: &str, name: &str, time: Duration) -> Result<bool> {
              reads it: `ebb explain {name}` and the journal say what is missing"
         );
     }
-    emit(&format!("{name}: hands off for {} s\n", ms.div_ceil(1000)))?;
+    let state: State = daemon_client::get_json(socket, "/v1/state")?;
+    let found = state.vms.iter().find(|vm| vm.name == name).and_then(|vm| vm.hands_off);
+    // An earlier request may hold longer.
+    let left_ms = found.map_or(ms, |h| h.left_ms).max(ms);
+    emit(&format!("{name}: hands off for {} s\n", left_ms.div_ceil(1000)))?;
     Ok(true)
 }
 

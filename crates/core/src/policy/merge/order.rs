@@ -280,6 +280,10 @@ fn out(
         return must("merge = false in the configuration".into());
     }
     let agent = vm.agent.as_ref().filter(|agent| !agent.observes);
+    let asked = part.wanted == Some(true) || remembered.asked == Some(true);
+    if agent.is_none() && remembered.was == Some(false) && !asked {
+        return must("it was out before, and nobody asks for it any more".into());
+    }
     match agent.map(|agent| (&agent.link, agent.advises)) {
         None | Some((Link::Up, true)) => {}
         Some((Link::Up, false)) => {

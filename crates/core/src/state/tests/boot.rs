@@ -218,3 +218,19 @@ fn nothing_is_taken_of_ram_whose_mount_has_no_room() {
     let Standing::GiveOnly(why) = &only(&model).standing else { panic!("{model:?}") };
     assert_eq!(why, "its balloon is left alone: the mount is full");
 }
+
+#[test]
+fn one_that_is_started_and_does_not_run_yet_keeps_what_it_was_promised() {
+    let promised = |waits_s: u64| {
+        let mut memory = Memory::default();
+        tick(&mut memory, &sample(1_000, vec![]));
+        for s in 2..2 + waits_s {
+            let waits = VmSample { run: Some(RunState::Paused), ..vm(1024, 600, 100) };
+            look(&mut memory, s * 1_000, waits);
+        }
+        let model = look(&mut memory, (2 + waits_s) * 1_000, vm(1024, 600, 100));
+        only(&model).promised
+    };
+    assert_eq!((promised(60), promised(590)), (Bytes::mib(924), Bytes::mib(924)));
+    assert_eq!(promised(700), Bytes::ZERO, "not for ever");
+}

@@ -22,6 +22,8 @@ const YOUNG_MS: u64 = 60_000;
 const START_LOOK_MS: u64 = 10_000;
 const SETTLED_GROWTH: (f64, Bytes) = (0.02, Bytes::mib(256));
 const START_MOST_MS: u64 = 180_000;
+/// A VM that is started and does not run keeps what it was promised for this time.
+const START_WAITS_MS: u64 = 600_000;
 /// A guest that resets this often within this time, milliseconds, is given no more than it had.
 const RESETS: (u32, u64) = (3, 600_000);
 /// Resets that follow within this time, before the new kernel has sent statistics, are one reboot:
@@ -34,10 +36,14 @@ const NO_STATS_MS: u64 = 120_000;
 /// A VM that has just started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Start {
+    /// When it began to run.
     pub since: Stamp,
     /// When `resident` was looked at.
     pub at: Stamp,
     pub resident: Bytes,
+    /// How long it was not running before, milliseconds.
+    #[serde(default)]
+    pub waited_ms: u64,
 }
 
 /// How far a reboot is dealt with. QEMU goes on showing the size from before a
@@ -109,9 +115,16 @@ impl VmMemory {
         let Some(p) = vm.process else { return };
         let resident = p.resident() + p.swap;
         if first && vm.age_ms.is_none_or(|age| age < YOUNG_MS) {
-            self.start = Some(Start { since: at, at, resident });
+            self.start = Some(Start { since: at, at, resident, waited_ms: 0 });
         }
         let Some(s) = self.start.as_mut() else { return };
+        // One that waits for `cont`, or for a migration to begin, has not taken anything yet.
+        if !vm.may_run() && s.waited_ms < START_WAITS_MS {
+            let ms = at.since(s.at);
+            (s.waited_ms, s.since) = (s.waited_ms + ms, s.since.plus(ms));
+            (s.at, s.resident) = (at, resident);
+            return;
+        }
         if at.since(s.at) < START_LOOK_MS {
             return;
         }

@@ -180,13 +180,9 @@ impl VmMemory {
             self.rates = None;
             return;
         }
-        let backwards =
-            |b: Option<u64>, n: Option<u64>| matches!((b, n), (Some(b), Some(n)) if n < b);
-        if backwards(was.minor_faults, now.minor_faults)
-            && backwards(was.major_faults, now.major_faults)
-            // The module's counters start with the kernel as well.
-            || now.refaults.is_some() && backwards(was.major_faults, now.major_faults)
-        {
+        let fewer = was.major_faults.zip(now.major_faults).is_some_and(|(was, now)| now < was);
+        // The module's counters start with the kernel as well.
+        if now.is_of_another_boot(&was) || now.refaults.is_some() && fewer {
             // Counters since boot went back: it rebooted unseen.
             self.forget_guest(at, wall_s);
             return;

@@ -301,3 +301,13 @@ fn an_order_to_grow_that_was_refused_is_sent_again_after_a_second() {
     assert_eq!(given(100), None);
     assert!(given(1_000) > Some(400));
 }
+
+#[test]
+fn one_that_is_below_its_floor_is_given_it_though_little_is_missing() {
+    let with = |floor| {
+        let one = VmModel { floor: Bytes::mib(floor), ..vm(1, 820, 620) };
+        sized(limited(host(Pressure::Clear, 0, 0), 400, 400), one, remembered(1))
+    };
+    assert_eq!((with(800), with(824)), (None, None));
+    assert!(with(900).is_some_and(|to| to >= 900), "{:?}", with(900));
+}

@@ -430,3 +430,18 @@ fn a_host_that_has_nothing_left_asks_one_that_has_plenty() {
         assert!(to.is_some_and(|to| to < actual), "{to:?}");
     }
 }
+
+#[test]
+fn page_cache_that_the_host_does_not_hold_is_no_memory_that_it_will_lack() {
+    // It needs 200 MiB, and needed 400 lately. Beside that it has 700 MiB of page cache.
+    let asked = |held, headroom| {
+        let one = VmModel { resident: Some(Bytes::mib(held)), ..vm(1, 1024, 824) };
+        let mut m = remembered(1);
+        m.recent.see(NOW, Bytes::mib(400));
+        let host = limited(host(Pressure::Clear, 0, 0), headroom, 200);
+        let vms = vec![says(one, |g| g.cache = Bytes::mib(700)), vm(2, 1024, 900)];
+        taken(&decide(host, vms, vec![m, remembered(2)]), 1)
+    };
+    assert_eq!(asked(200, 500), 0, "it is in swap, or counted as needed, too");
+    assert!(asked(700, 250) > 0, "it keeps 500 MiB that the host holds, and grows beside them");
+}

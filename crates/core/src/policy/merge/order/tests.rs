@@ -13,7 +13,7 @@ use crate::sample::{
     AgentSample, Claim, HostSample, KsmStat, LimitSample, Link, Meminfo, ProcessMemory, RunState,
     Sample, ScanSample, VmId, VmSample, Vmstat,
 };
-use crate::state::Owned;
+use crate::state::{Owned, OwnedMark};
 use crate::tick::{Engine, Host, Next, Tick};
 
 const ON: &str = "[merge]\nmode = \"on\"\n";
@@ -246,6 +246,13 @@ fn the_operators_word_holds_and_what_was_changed_is_written_down() {
     assert_eq!(switched(&tick(ON, &mut next, &s(50_000, false))), [(2, true)]);
     let model = Model::new(&config, &s(51_000, true), &next);
     assert_eq!(next.owned(&model, &Plan::default(), &[]), Owned::default());
+    // One that was out, and was opened because that was asked for, goes out again.
+    let mut next = Memory::default();
+    let marks = owned.marks.iter().map(|mark| OwnedMark { open: false, ..mark.clone() }).collect();
+    next.adopt(&Owned { marks, ..Owned::default() });
+    let asks = format!("{ON}[vm.b]\nmerge = true\n");
+    assert_eq!(switched(&tick(&asks, &mut next, &s(50_000, true))), []);
+    assert_eq!(switched(&tick(ON, &mut next, &s(51_000, true))), [(2, false)]);
     // All out: nothing is merged until it is said of one.
     memory.wish(&[MergeWish { vm: None, on: false }]);
     assert_eq!(switched(&tick(ON, &mut memory, &s(90_000, false))), [(1, false)]);
@@ -513,4 +520,22 @@ fn a_scan_under_way_goes_as_fast_as_the_host_is_short_now() {
     assert_eq!(at(11_000, Bytes::gib(50), true).scan_cores, Some(0.008));
     assert_eq!(at(12_000, Bytes::gib(2), true).scan_cores, Some(1.5));
     assert_eq!(at(13_000, Bytes::gib(50), false).scan_cores, None);
+}
+
+#[test]
+fn what_the_operator_said_of_a_vm_holds_when_it_is_started_again() {
+    let mut memory = Memory::default();
+    let mut ticks = |at, vms, wishes: &[MergeWish]| {
+        memory.wish(wishes);
+        switched(&tick(ON, &mut memory, &sample(at, Bytes::gib(50), vms)))
+    };
+    let off = MergeWish { vm: Some("b".into()), on: false };
+    assert_eq!(ticks(10_000, vec![vm(1, "a"), vm(2, "b")], &[]), []);
+    assert_eq!(ticks(11_000, vec![vm(1, "a"), vm(2, "b")], &[off]), [(2, false)]);
+    assert_eq!(ticks(50_000, vec![vm(1, "a")], &[]), []);
+    assert_eq!(ticks(51_000, vec![vm(1, "a"), vm(3, "b")], &[]), [(3, false)]);
+    // What is said of all comes after it.
+    let on = MergeWish { vm: None, on: true };
+    assert_eq!(ticks(90_000, vec![vm(1, "a")], &[on]), []);
+    assert_eq!(ticks(91_000, vec![vm(1, "a"), vm(4, "b")], &[]), []);
 }
