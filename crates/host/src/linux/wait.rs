@@ -16,7 +16,7 @@ use crate::vm::Vm;
 const NOTIFIED_EVERY: Duration = Duration::from_secs(1);
 
 /// While the loop sleeps, answers of QEMUs that come within this time are read together.
-const TOGETHER: Duration = Duration::from_millis(5);
+const TOGETHER: Duration = Duration::from_millis(20);
 /// The least sleep between two looks at connections whose time may be up.
 const LEAST: Duration = Duration::from_millis(1);
 
