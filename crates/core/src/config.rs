@@ -486,7 +486,11 @@ mod tests {
             ),
             (
                 "[defaults]\nmin = \"2GiB\"\n[vm.a]\nmax = \"1GiB\"",
-                "f:4: vm.a.max: min 2 GiB (from [defaults]) is above max 1 GiB",
+                "f:4: vm.a.max: min 2 GiB (the default) is above max 1 GiB",
+            ),
+            (
+                "[defaults]\nmax = \"1GiB\"\n[vm.a]\nmin = \"2GiB\"",
+                "f:4: vm.a.min: min 2 GiB is above max 1 GiB (the default)",
             ),
             ("[vm.a]\nmax = \"0%\"", "f:2: vm.a.max: 0% is no memory: max must be above 0"),
             ("[defaults]\nmax = 0", "f:2: defaults.max: 0 B is no memory"),

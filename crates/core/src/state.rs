@@ -17,7 +17,7 @@ mod vm;
 mod yields;
 mod zeros;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
@@ -44,7 +44,7 @@ const NOTIFIED_LIFE_MS: u64 = 2_000;
 /// A VM is found within this time after its process has started, milliseconds: new ones are looked
 /// for every 2 s. What it held meanwhile was taken for others'.
 const FOUND_MS: u64 = 5_000;
-/// Requests about merging of no more VMs are kept for when they are started again.
+/// No more VMs that were taken out of KSM are kept in mind for when they are started again.
 const MOST_WISHES: usize = 1000;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -74,9 +74,9 @@ pub struct Memory {
     /// The last notification of cgroup v1, and the state it stands for.
     pub notified: Option<(Stamp, Pressure)>,
     pub merge: MergeMemory,
-    /// The operator's requests about merging of single VMs, by name: a VM may be started again.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub merge_wishes: BTreeMap<String, bool>,
+    /// VMs that the operator took out of KSM, by name: one may be started again.
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    pub merge_off: BTreeSet<String>,
 }
 
 /// What is remembered of one limit.
@@ -253,12 +253,15 @@ impl Memory {
             match &wish.vm {
                 None => {
                     self.merge.asked = Some(wish.on);
-                    self.merge_wishes.clear();
+                    self.merge_off.clear();
                     self.vms.iter_mut().for_each(|v| v.merge.asked = None);
                 }
                 Some(name) => {
-                    if self.merge_wishes.len() < MOST_WISHES {
-                        self.merge_wishes.insert(name.clone(), wish.on);
+                    // Another VM of this name must not be opened by it.
+                    if wish.on {
+                        self.merge_off.remove(name);
+                    } else if self.merge_off.len() < MOST_WISHES {
+                        self.merge_off.insert(name.clone());
                     }
                     let named = self.vms.iter_mut().filter(|v| v.name == *name);
                     named.for_each(|v| v.merge.asked = Some(wish.on));
@@ -283,10 +286,9 @@ impl Memory {
             // young.
             let new = self.vm(vm.id).is_none_or(|m| m.footprint.is_none());
             let first = new && (self.at.is_some() || vm.age_ms.is_some());
-            let wish =
-                self.merge_wishes.get(&vm.name).copied().filter(|_| self.vm(vm.id).is_none());
+            let is_off = self.vm(vm.id).is_none() && self.merge_off.contains(vm.given_name());
             let m = self.vm_mut(vm.id);
-            m.merge.asked = m.merge.asked.or(wish);
+            m.merge.asked = m.merge.asked.or(is_off.then_some(false));
             m.name.clone_from(&vm.name);
             let mut all_came = StageName::ALL.map(|name| (name, m.came(name)));
             m.observe(at, (dt_ms, first), sample.wall_ms / 1000, vm);

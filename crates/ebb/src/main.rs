@@ -233,8 +233,10 @@ fn dispatch(cli: Cli) -> Result<bool> {
     let absent = matches!(loaded, Ok(None));
     let file = (!absent).then(|| file.unwrap_or(DEFAULT_CONFIG).to_owned());
     // A mistake in the file may be the very reason for which there is no daemon any more.
+    let mut is_bad = false;
     let mut config = match (loaded, &cli.command) {
         (Err(e), Command::Release { .. }) => {
+            is_bad = true;
             log::say(&format!("{e:#}"));
             log::say("the configuration is bad: going on with the defaults");
             Config::default()
@@ -271,8 +273,16 @@ fn dispatch(cli: Cli) -> Result<bool> {
         Command::Record { output } => cmd::record::record(&socket, &output).map(|()| true),
         Command::Replay { file, json } => cmd::record::replay(&file, json).map(|()| true),
         Command::Release { state, seconds } => {
+            let is_named = state.is_some();
             config.state_file = state.unwrap_or(config.state_file);
-            cmd::release::main(&config, Duration::from_secs(seconds))
+            let found = cmd::release::main(&config, Duration::from_secs(seconds))?;
+            if !found && is_bad && !is_named {
+                anyhow::bail!(
+                    "the configuration is bad, so the state file may be another one: mend it, or \
+                     name the state file (ebb release --state FILE)"
+                );
+            }
+            Ok(found)
         }
         Command::Completions { shell: Some(shell), .. } => {
             cmd::completions::script(Cli::command(), shell).map(|()| true)

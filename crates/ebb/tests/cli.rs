@@ -140,6 +140,11 @@ fn release_goes_on_where_the_configuration_is_bad_and_every_other_command_refuse
     let (code, said) = place.ebb(&["release", "--state", state.to_str().unwrap()]);
     assert_eq!(code, 0, "{said}");
     assert!(said.contains("tikc") && said.contains("defaults"), "{said}");
+    // Another file may be in use, and packages take 1 for nothing that is owed.
+    if !std::path::Path::new("/run/ebb/state.json").exists() {
+        let (code, said) = place.ebb(&["release"]);
+        assert!(code == 2 && said.contains("may be another one"), "{code} {said}");
+    }
     for command in [
         &["run"][..],
         &["status"],

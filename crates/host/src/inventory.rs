@@ -13,7 +13,7 @@
 //! (`mtree_print_flatview`), `softmmu/physmem.c` (`ram_block_add`).
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{OBJECTIONS_MAX, OTHERS_DISCARD, Segment, clip};
@@ -139,6 +139,11 @@ impl Inventory {
     /// Machine, firmware and RAM are asked about again in the next round.
     pub fn look_anew(&mut self) {
         self.anew = true;
+    }
+
+    /// Whether machine, firmware and RAM were asked about longer ago than this.
+    pub fn is_older_than(&self, age: Duration, now: Instant) -> bool {
+        self.lasting.as_ref().is_some_and(|lasting| now - lasting.begun >= age)
     }
 
     /// Begins a round; empty while one is under way.
@@ -285,8 +290,8 @@ impl Inventory {
         found
     }
 
-    /// A kernel of ELF format, for one, lies in RAM at each reset before its firmware runs, and before
-    /// a tripwire tells of the reset (`hw/core/loader.c`, `rom_reset`).
+    /// A kernel of ELF format, for one, is in RAM at each reset before firmware runs, and before a
+    /// tripwire tells of the reset (`hw/core/loader.c`, `rom_reset`).
     fn roms(&self) -> Option<String> {
         let Some(text) = self.value(Inquiry::Roms).and_then(Value::as_str) else {
             return Some(untold("what it writes to memory at a reset"));

@@ -147,7 +147,8 @@ pub fn parse_guest_stats(value: &Value, ram: Option<Bytes>) -> (Option<GuestStat
         ..GuestStats::default()
     };
     // Linux tells of huge pages (4.17), virtio-win's service did not before 2020.
-    let old = stats.contains_key(HUGE_PAGES) && field(HUGE_PAGES).is_none();
+    // Linux 4.16 tells of its cache and not of those.
+    let old = stats.contains_key(HUGE_PAGES) && field(HUGE_PAGES).is_none() && s.caches.is_none();
     s.is_windows = old || has_windows_sum(&s);
     drop_absurd(&mut s, ram, &mut problems);
     (Some(s), problems)

@@ -382,13 +382,14 @@ impl Vm {
         let why = |yes, why: &str| if yes { Some(why.to_owned()) } else { None };
         why(p.passthrough, "a VFIO or vDPA device pins it")
             .or_else(|| p.pinned.clone())
-            .or_else(|| why(p.hugepages, "its RAM is huge pages of a pool"))
+            .or_else(|| why(p.hugepages || self.is_in_pool(), "its RAM is huge pages of a pool"))
     }
 
-    /// Whether its RAM is in a pool of huge pages: an object of another purpose may be, too.
+    /// Whether its RAM is in a pool of huge pages, by what the kernel counts: its command line may
+    /// not tell (`-readconfig`), and an object of another purpose may be in one.
     fn is_in_pool(&self) -> bool {
         let most = self.ram.unwrap_or_default().share(0.5);
-        self.process.args.hugepages && self.memory.is_some_and(|m| m.hugetlb >= most)
+        self.memory.is_some_and(|m| m.hugetlb > Bytes::ZERO && m.hugetlb >= most)
     }
 
     /// Its size by the last answers.

@@ -188,7 +188,7 @@ pub struct Guest {
     pub paging: Bytes,
     /// Merged with other guests' memory: see [`crate::ksm`].
     pub merged: Bytes,
-    /// KSM may look at it, and has looked through all that it may so often.
+    /// Whether KSM may scan it, and the number of its whole scans.
     pub open: bool,
     pub scans: u64,
     /// What of the stale pages holds zeros.

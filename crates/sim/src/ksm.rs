@@ -3,7 +3,8 @@
 //! Guests hold idle memory that is alike (`Spec::alike`): the same content, in the same order, in
 //! each of them. The host keeps one copy of what is merged ([`copies`]). `ksmd` merges at the speed
 //! that Ebb orders, and nothing before it has seen a page twice. What guests do to merged pages is
-//! in `guest/shared.rs`.
+//! in `guest/shared.rs`. Simpler than Linux: a merged page that its guest frees is not mapped any
+//! more, and the last copy goes with it.
 
 use ebb_core::plan::{MergePlan, ScanOrder};
 use ebb_core::policy::merge::{Candidates, KsmdOrder};
@@ -72,7 +73,7 @@ impl KsmHost {
         while self.in_scan >= all {
             self.in_scan -= all;
             self.full_scans += 1;
-            guests.iter_mut().filter(|g| g.open).for_each(|g| g.scans += 1);
+            guests.iter_mut().filter(|g| g.open && g.power).for_each(|g| g.scans += 1);
         }
         for i in 0..guests.len() {
             let most = mergeable(guests, i);

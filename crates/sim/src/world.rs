@@ -414,7 +414,7 @@ impl Host for World {
             }
         }
         for order in &plan.orders.partial_thp {
-            self.index(order.vm).map(|i| self.guests[i].split());
+            self.index(order.vm).into_iter().for_each(|i| self.guests[i].split_on_order());
         }
         for order in &plan.orders.zeros {
             // A thread reads 2 GB/s.

@@ -227,7 +227,11 @@ impl Tracker {
         if relied && guard.tripped() && !self.faults.no_doubt() {
             let wires = guard.wires();
             let which = wires.iter().find(|w| w.1 > 0).map_or(0, |w| w.0);
-            self.forget(guard, &format!("something wrote to guest page {which:#x}: a reset"));
+            let why = match guard.bare() {
+                Some(gpa) => format!("guest page {gpa:#x} has lost its protection, as in KSM"),
+                None => format!("something wrote to guest page {which:#x}: a reset"),
+            };
+            self.forget(guard, &why);
         }
         match &mut self.at {
             At::Searching { next, since } if next.is_none_or(|n| now >= n) => {
@@ -315,7 +319,7 @@ impl Tracker {
         if !beats && !unasked && !self.faults.no_late_beat() {
             drop(window);
             if late {
-                self.forget(guard, "it does not beat any more");
+                self.forget(guard, "it does not beat any more, or its module has stopped");
             }
             return;
         }

@@ -69,6 +69,7 @@ pub struct Guard {
     waits: Mutex<Histogram>,
     device_watch: Option<DeviceWatch>,
     held: Mutex<Option<Instant>>,
+    bare: Mutex<Option<u64>>,
     /// Our own page table's flags, where the kernel shows them.
     pagemap: Option<File>,
     quit: OwnedFd,
@@ -86,6 +87,7 @@ impl Guard {
             uffd,
             device_watch,
             held: Mutex::new(None),
+            bare: Mutex::new(None),
             window: Mutex::new(()),
             waiting: AtomicU64::new(0),
             wires: Default::default(),
@@ -128,6 +130,7 @@ impl Guard {
         }
         self.disarm();
         self.tripped.store(false, SeqCst);
+        *lock(&self.bare) = None;
         for (wire, (gpa, page)) in self.wires.iter().zip(pages) {
             if wire.gpa.swap(*gpa, SeqCst) != *gpa {
                 wire.trips.store(0, SeqCst);
@@ -163,20 +166,27 @@ impl Guard {
         drop(window);
     }
 
-    /// Whether a tripwire was written to since they were armed.
-    /// Whether an armed page is not protected any more, although nothing that was seen has written to
-    /// it: KSM takes the protection of what it merges. It counts as written to, as it may have been.
+    /// Finds tripwires that are not protected any more although no write to them was seen: KSM takes
+    /// the protection of what it merges. They count as written to, because they may have been.
     pub fn look_at_wires(&self) {
         let Some(pagemap) = &self.pagemap else { return };
-        for page in self.wires.iter().map(|wire| wire.page.load(SeqCst)).filter(|page| *page != 0) {
+        for wire in self.wires.iter().filter(|wire| wire.page.load(SeqCst) != 0) {
             let mut flags = [0; 8];
-            let read = pagemap.read_exact_at(&mut flags, page / PAGE * 8);
+            let at = wire.page.load(SeqCst) / PAGE * 8;
+            let read = pagemap.read_exact_at(&mut flags, at);
             if read.is_ok() && u64::from_le_bytes(flags) & PROTECTED == 0 {
+                *lock(&self.bare) = Some(wire.gpa.load(SeqCst));
                 self.tripped.store(true, SeqCst);
             }
         }
     }
 
+    /// The guest page whose protection was found lost since the tripwires were armed.
+    pub fn bare(&self) -> Option<u64> {
+        *lock(&self.bare)
+    }
+
+    /// Whether a tripwire was written to since they were armed, or may have been.
     pub fn tripped(&self) -> bool {
         self.tripped.load(SeqCst)
     }

@@ -433,6 +433,17 @@ mod tests {
     }
 
     #[test]
+    fn another_file_at_the_same_address_is_other_ram() {
+        let file = || rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let (fd, other) = (file(), file());
+        let is = |fd: &OwnedFd, offset| Kind::Shared { fd: fd.try_clone().unwrap(), offset };
+        assert!(is(&fd, 0).is(&is(&fd, 0)) && Kind::Anonymous.is(&Kind::Anonymous));
+        for new in [is(&other, 0), is(&fd, 4096), Kind::Anonymous] {
+            assert!(!is(&fd, 0).is(&new) && !new.is(&is(&fd, 0)), "{new:?}");
+        }
+    }
+
+    #[test]
     fn what_is_not_plain_ram_is_a_reason() {
         let anon = "100000-300000 rw-p 00000000 00:00 0\n300000-500000 rw-p 00000000 00:00 0\n";
         let at = |s, m: &str| check_segment(&s, &parse_maps(m)).map(drop).unwrap_err();

@@ -278,8 +278,8 @@ fn what_does_not_beat_once_the_tripwires_are_armed_is_not_written_to() {
     assert!(writes_to_what_is_gone(Faults::parse("no_late_beat").unwrap()));
 }
 
-/// Whether the agent writes its number to a header whose module has stopped since the tripwires were
-/// armed: the page may be another's in a moment.
+/// Whether the agent writes its number to a header whose module has stopped since the tripwires
+/// were armed: the page may be another's in a moment.
 fn writes_to_what_has_stopped(faults: Faults) -> bool {
     let guest = Guest::new(64, RamKind::Small);
     let mut agent = agent_of(guest.attach(), faults);
@@ -332,8 +332,8 @@ fn what_was_replaced_since_the_daemon_told_of_it_is_not_registered() {
     assert!(registers_what_has_gone(Faults::parse("moved_ram").unwrap()));
 }
 
-/// Pages that are given back of a map although a tripwire has lost its protection, as KSM takes it of
-/// what it merges: a reset would have gone unnoticed.
+/// Pages that are given back of a map although a tripwire has lost its protection, as KSM takes it
+/// of what it merges: a reset would have gone unnoticed.
 fn given_back_without_a_wire(faults: Faults) -> u64 {
     let (guest, mut agent, _beats) = Guest::attached(64, RamKind::Small, faults);
     assert!(ready(&mut agent, Duration::from_secs(10)));

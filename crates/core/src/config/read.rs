@@ -435,12 +435,11 @@ impl Checker<'_> {
         }
         let min = settings.min;
         if let Some(max) = settings.max.filter(|max| min.is_above(*max)) {
-            let from = if settings.own.min.is_none() && at != DEFAULTS {
-                " (from [defaults])"
-            } else {
-                ""
-            };
-            let message = format!("min {min}{from} is above max {max}: min must not exceed max");
+            let is_here = |own: bool| if own || at == DEFAULTS { "" } else { " (the default)" };
+            let own = [settings.own.min, settings.own.max].map(|own| is_here(own.is_some()));
+            let [of_min, of_max] = own;
+            let message =
+                format!("min {min}{of_min} is above max {max}{of_max}: min must not exceed max");
             let (key, span) = limit.unzip();
             return Err(self.fail(span, &field(key.unwrap_or("min")), message));
         }

@@ -286,8 +286,10 @@ fn swap_left(host: &HostSample) -> Bytes {
     };
     let left: Bytes =
         host.swaps.iter().map(|a| (a.size - a.used - a.size.share(0.1)).share(frees(a))).sum();
-    // Of an area that is being switched off the kernel counts only what is still in it.
-    left.min(m.swap_total - host.swaps.iter().map(|a| a.used).sum())
+    // Of an area that is being switched off the kernel counts only what is still in it. It does not
+    // tell which one that is.
+    let free = m.swap_total - host.swaps.iter().map(|a| a.used).sum();
+    left.min(free.share(0.9 * host.swaps.iter().map(frees).fold(0.0, f64::max)))
 }
 
 /// What limits memory here, and the stalls that are its own: always the machine, then the VMs'

@@ -173,6 +173,10 @@ fn swap_counts_as_far_as_the_vms_may_use_it_and_it_frees_memory() {
     // Of one that is being switched off the kernel counts in all only what is still in it.
     let going = vec![area(7, None), area(3, None)];
     assert_eq!(left(going, false, None).0[0], 0.0);
+    let going = vec![area(5, None), area(0, zram(0, 0))];
+    assert_eq!(left(going, false, None).0[0], 4.5, "of 5 GiB that are left of both");
+    let behind_zswap = left(vec![area(4, None), area(4, None)], true, None).0[0];
+    assert!((behind_zswap - 0.9).abs() < 1e-6, "{behind_zswap}");
 }
 
 #[test]

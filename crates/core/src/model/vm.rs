@@ -158,10 +158,10 @@ impl VmModel {
         Some(held.max(self.guest.map_or(held, |g| g.need - self.guest_swap())))
     }
 
-    /// What the host holds of it beside merged pages.
+    /// What the host holds of it beside merged pages. Of those, its process counts all but zeros.
     pub fn apart(&self) -> Option<Bytes> {
-        let merged = self.merge.as_ref().map_or(0, |part| part.sample.stat.merged());
-        Some(self.resident? - Bytes::pages(merged))
+        let merged = self.merge.as_ref().and_then(|part| part.sample.stat.merging_pages);
+        Some(self.resident? - Bytes::pages(merged.unwrap_or(0)))
     }
 
     /// What of its guest's memory is in the host's swap.

@@ -368,7 +368,9 @@ mod tests {
 
     #[test]
     fn merged_memory_may_have_to_be_copied_again() {
-        let stat = KsmStat { merging_pages: Some(Bytes::gib(5).0 / PAGE), ..KsmStat::default() };
+        let merging_pages = Some(Bytes::gib(5).0 / PAGE);
+        // Zeros are in no count of resident memory.
+        let stat = KsmStat { merging_pages, zero_pages: Some(1 << 18), ..KsmStat::default() };
         let sample = MergeSample { stat, ..MergeSample::default() };
         let merge = Some(MergeVm { sample, ..MergeVm::default() });
         let may_take =

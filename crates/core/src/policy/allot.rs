@@ -252,9 +252,9 @@ impl VmNeed<'_> {
     }
 }
 
-/// The page cache that a guest keeps while it has free memory to grow into, of what the host holds of
-/// it: what is in swap, or was never there, is not held, whatever the guest says. Some of the cache
-/// may be counted as needed as well (tmpfs, shared memory).
+/// The page cache that a guest keeps while it has free memory to grow into, of what the host holds
+/// of it. What is in swap, or was never there, the host does not hold, whatever the guest says. Some
+/// cache counts as needed as well (tmpfs, shared memory).
 pub(super) fn kept_cache(g: &GuestModel, held: Bytes) -> Bytes {
     let needed = g.cache.min(held).share(CACHE_NEEDED);
     g.cache.min(g.available).min(held - g.need + needed)

@@ -66,6 +66,8 @@ pub(super) struct Bridge {
     greeted: bool,
     balloon: Option<Balloon>,
     virtio_mem: Option<VirtioMem>,
+    /// As [`Description::no_ram`].
+    no_ram: u64,
     described: Option<Instant>,
     numbers: Numbers,
     /// `balloon.current` of the last statistics of all domains.
@@ -272,8 +274,8 @@ impl Bridge {
             (Purpose::Describe, result) => {
                 let xml = result.map_err(|e| e.to_string())?;
                 let xml = calls::text(&xml).map_err(bad_answer)?;
-                let Description { balloon, virtio_mem } = Description::of(&xml)?;
-                (self.balloon, self.virtio_mem) = (balloon, virtio_mem);
+                let Description { balloon, virtio_mem, no_ram } = Description::of(&xml)?;
+                (self.balloon, self.virtio_mem, self.no_ram) = (balloon, virtio_mem, no_ram);
                 self.described = Some(now);
                 if virtio_mem.is_some() {
                     self.ask_qemu_for_balloon();
@@ -477,7 +479,8 @@ impl Bridge {
             }
             "query-memory-size-summary" => {
                 let VirtioMem { most, plugged } = self.virtio_mem.unwrap_or_default();
-                let base = size(MAXIMUM)?.saturating_sub(most.saturating_mul(1024));
+                let others = most.saturating_add(self.no_ram).saturating_mul(1024);
+                let base = size(MAXIMUM)?.saturating_sub(others);
                 Ok(json!({ "base-memory": base, "plugged-memory": plugged.saturating_mul(1024) }))
             }
             // A DIMM is part of the base here.

@@ -1,4 +1,4 @@
-//! What a domain's XML says of its balloon and of virtio-mem.
+//! What a domain's XML says of its balloon and of memory that is plugged.
 //!
 //! A user who may define the domain wrote the XML. libvirt has checked all of it but the metadata,
 //! which `metadata.rs` reads.
@@ -16,6 +16,9 @@ pub struct Description {
     pub balloon: Option<Balloon>,
     /// `None`: it has no such device.
     pub virtio_mem: Option<VirtioMem>,
+    /// Other memory devices that are no RAM (NVDIMM, virtio-pmem), KiB. libvirt counts them in the
+    /// domain's maximum, and QEMU in nothing of the balloon's.
+    pub no_ram: u64,
 }
 
 /// All devices of virtio-mem together, in KiB.
@@ -49,14 +52,20 @@ impl Description {
         for node in all.descendants().filter(is) {
             match node.tag_name().name() {
                 "memballoon" => found.balloon = Balloon::of(node),
-                "memory" if node.attribute("model") == Some("virtio-mem") => {
+                "memory" => {
                     let kib = |name| {
                         let child = node.descendants().find(|n| n.has_tag_name(name));
                         child.and_then(|n| n.text()?.trim().parse::<u64>().ok()).unwrap_or(0)
                     };
-                    let all = found.virtio_mem.get_or_insert_default();
-                    all.most = all.most.saturating_add(kib("size"));
-                    all.plugged = all.plugged.saturating_add(kib("current"));
+                    match node.attribute("model") {
+                        Some("virtio-mem") => {
+                            let all = found.virtio_mem.get_or_insert_default();
+                            all.most = all.most.saturating_add(kib("size"));
+                            all.plugged = all.plugged.saturating_add(kib("current"));
+                        }
+                        Some("dimm") | None => {}
+                        Some(_) => found.no_ram = found.no_ram.saturating_add(kib("size")),
+                    }
                 }
                 _ => {}
             }
@@ -132,6 +141,9 @@ mod tests {
             + &device("virtio-mem", 256, "");
         let found = Description::of(&domain(&all)).unwrap().virtio_mem;
         assert_eq!(found, Some(VirtioMem { most: 1280, plugged: 512 }));
-        assert_eq!(Description::of(&domain(&device("dimm", 1, ""))).unwrap().virtio_mem, None);
+        let dimm = Description::of(&domain(&device("dimm", 1, ""))).unwrap();
+        assert_eq!((dimm.virtio_mem, dimm.no_ram), (None, 0));
+        let others = device("nvdimm", 4096, "") + &device("virtio-pmem", 1024, "");
+        assert_eq!(Description::of(&domain(&others)).unwrap().no_ram, 5120);
     }
 }

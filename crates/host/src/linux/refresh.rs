@@ -17,7 +17,7 @@ use crate::probe::managers::{SocketKind, kind};
 use crate::probe::process::Life;
 use crate::probe::psi::{self, PsiTrigger};
 use crate::probe::qemu::{QemuProcess, QmpAddress};
-use crate::probe::ram_files::{read_ram_files, without_room};
+use crate::probe::ram_files::{RamFiles, read_ram_files, without_room};
 use crate::probe::vmpressure::PressureEvents;
 use crate::qmp::Client;
 use crate::vm::{Access, Vm, noted, problem};
@@ -58,7 +58,8 @@ impl LinuxHost {
         why.extend(without_room(&files));
         for (id, vm) in &mut self.vms {
             vm.no_room = why.remove(id);
-            vm.elsewhere += u32::from(files.get(id).is_some_and(|its| its.free.is_empty()));
+            let elsewhere = |its: &RamFiles| its.free.is_empty() && its.disk.is_none();
+            vm.elsewhere += u32::from(files.get(id).is_some_and(elsewhere));
         }
     }
 

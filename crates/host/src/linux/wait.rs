@@ -75,11 +75,15 @@ impl LinuxHost {
         let ready = &ready[qemus_at..];
         // The same clients in the same order.
         let open = clients_of(&mut self.vms).filter(|c| c.fd().is_some());
-        open.zip(ready).filter(|(_, ready)| **ready).for_each(|(client, _)| client.pump());
+        let mut answered = false;
+        for (client, _) in open.zip(ready).filter(|(_, ready)| **ready) {
+            client.pump();
+            // A shared socket is left as soon as it has answered.
+            answered |= !client.is_shared();
+        }
         if notified {
             self.notified = Some(Instant::now());
         }
-        let answered = ready.contains(&true);
         if psi.intersects(PollFlags::ERR | PollFlags::NVAL) {
             self.trigger = None;
             return Polled { woken, pressure: notified, answered };

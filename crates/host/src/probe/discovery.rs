@@ -5,14 +5,18 @@
 //! must not lose sight of its VMs.
 
 use std::collections::{HashMap, HashSet};
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
 
 use ebb_core::sample::VmId;
 
-use super::cgroup::{Mount, read_mounts};
+use super::cgroup::{Mount, parse_mountinfo};
 use super::process::{Life, Stat, is_named, life, processes, read_stat};
 use super::qemu::{QemuProcess, QmpAddress, parse_cmdline, preloaded};
 use super::trust::{ProcessTrust, TrustRules, Uids, is_qemu};
+use crate::background_look::BackgroundLook;
 use crate::root::{ProbeError, Probed, Root};
 
 /// Most refused processes, and problems, that are told of.
@@ -109,8 +113,8 @@ pub enum Program {
 
 /// Scans `/proc` again and again. Reading a command line takes the process's
 /// mmap lock, which on a host short of memory may be held for long, and by a process that means
-/// harm for ever; so only that of a process which is trusted is read, once, and again only when
-/// `stat` (no lock) shows another program. Most
+/// harm for ever; so only that of a process which is trusted is read, beside the loop, and again
+/// only when `stat` (no lock) shows another program. Most
 /// processes are no VMs and stay what they are: of those only the name is read, as
 /// `stat` costs several times as much, but for every `THOROUGH`th scan, which
 /// also finds a VM with the pid and the name of a process that has ended.
@@ -121,7 +125,21 @@ pub struct Scanner {
     owed: HashSet<VmId>,
     known: HashMap<u32, KnownProcess>,
     scans: u32,
+    /// Command lines that were not there in time.
+    looks: HashMap<VmId, BackgroundLook<Result<Words, ProbeError>>>,
+    /// Of this scan.
+    late: u32,
 }
+
+/// What a process was started with: its command line and, where it can be read, its environment.
+type Words = (Vec<u8>, Option<Vec<u8>>);
+
+/// A scan waits for this time for a command line, and for those of no more processes.
+const PATIENCE: Duration = Duration::from_millis(50);
+const WAITS_MOST: u32 = 4;
+/// Command lines that are read at a time: a thread hangs with each process that keeps its lock.
+const LOOKS_MOST: usize = 64;
+static LOOKS: AtomicUsize = AtomicUsize::new(0);
 
 const THOROUGH: u32 = 15;
 
@@ -161,6 +179,8 @@ impl Scanner {
         self.owed.clone_from(owed);
         let pids = processes(root)?;
         self.scans = (self.scans + 1) % THOROUGH;
+        self.late = 0;
+        self.looks.retain(|id, _| life(root, *id) != Life::Ended);
         let mut scan = Scan::default();
         let mut seen = HashMap::with_capacity(self.known.len());
         let before: Vec<VmId> = self.known.values().filter_map(KnownProcess::vm).collect();
@@ -249,12 +269,12 @@ impl Scanner {
             ProcessTrust::Gone => Program::Other,
             ProcessTrust::Refused(why) => stranger(root, pid, &comm, why),
             ProcessTrust::Trusted => {
-                let line = root.read_bytes(format!("/proc/{pid}/cmdline"))?.unwrap_or_default();
+                let (line, environ) = self.words(root, id)?;
                 // Between two programs, and just before its end, a process has none.
                 if line.is_empty() && was_vm {
                     return Ok(Change::Same);
                 }
-                self.program(root, id, &line)?
+                self.program(root, id, &line, environ)?
             }
         };
         Ok(Change::New(KnownProcess { start, comm, program }))
@@ -274,19 +294,63 @@ impl Scanner {
         }
     }
 
-    fn program(&mut self, root: &Root, id: VmId, line: &[u8]) -> Result<Program, ProbeError> {
+    /// An error where they are not there in time: they are asked for again.
+    fn words(&mut self, root: &Root, id: VmId) -> Result<Words, ProbeError> {
+        let path = format!("/proc/{}/cmdline", id.pid);
+        let late = || ProbeError::Io {
+            path: root.path(&path),
+            error: io::Error::new(
+                io::ErrorKind::TimedOut,
+                "it is not read: the process holds its memory's lock",
+            ),
+        };
+        let begins = self.looks.get(&id).is_none_or(BackgroundLook::is_idle);
+        if begins && LOOKS.load(Relaxed) >= LOOKS_MOST {
+            return Err(late());
+        }
+        let (theirs, file) = (root.clone(), path.clone());
+        let look = move || {
+            LOOKS.fetch_add(1, Relaxed);
+            let read = || {
+                let line = theirs.read_bytes(file)?.unwrap_or_default();
+                let environ = lasting(theirs.read_bytes(format!("/proc/{}/environ", id.pid)))?;
+                Ok((line, environ))
+            };
+            let words = read();
+            LOOKS.fetch_sub(1, Relaxed);
+            words
+        };
+        let patience = if self.late < WAITS_MOST { PATIENCE } else { Duration::ZERO };
+        let Some(words) = self.looks.entry(id).or_default().look(look, patience) else {
+            self.late += 1;
+            return Err(late());
+        };
+        self.looks.remove(&id);
+        words
+    }
+
+    fn program(
+        &mut self,
+        root: &Root,
+        id: VmId,
+        line: &[u8],
+        environ: Option<Vec<u8>>,
+    ) -> Result<Program, ProbeError> {
         let pid = id.pid;
         let args = parse_cmdline(line).filter(|args| !args.is_probe);
         let Some(mut args) = args else { return Ok(Program::Other) };
         let name = args.name.clone().unwrap_or_else(|| format!("pid-{pid}"));
-        let mounts = if args.mem_paths.is_empty() { None } else { read_mounts(root)? };
+        // As the process sees them: a container has others.
+        let mounts = match args.mem_paths.is_empty() {
+            true => None,
+            false => root.parse(format!("/proc/{pid}/mountinfo"), parse_mountinfo)?,
+        };
         let huge = mounts.iter().flatten().filter(|mount| mount.kind == "hugetlbfs");
         let on_huge = |mount: &Mount| {
             args.mem_paths.iter().any(|path| Path::new(path).starts_with(&mount.point))
         };
         args.hugepages = args.hugepages || huge.into_iter().any(on_huge);
         if args.agent.is_none() {
-            let environ = lasting(root.read_bytes(format!("/proc/{pid}/environ")))?;
             args.agent = environ.and_then(|environ| preloaded(&environ));
         }
         if let Some(path) = args.agent.take() {

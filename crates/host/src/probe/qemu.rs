@@ -60,6 +60,8 @@ pub struct QemuArgs {
     pub preallocated: bool,
     /// Files that RAM lives in.
     pub mem_paths: Vec<String>,
+    /// Those of them that hold the RAM itself (`share=on`): without it they are only read.
+    pub shared_paths: Vec<String>,
     /// `-machine none`: a program asks this QEMU what it can do, and there is no VM.
     pub is_probe: bool,
     /// Socket of Ebb's agent: `-plugin file=…libebb_vmm.so,socket=PATH`.
@@ -167,6 +169,9 @@ impl QemuArgs {
                 let shm = || (kind == "memory-backend-shm").then(|| "/dev/shm".to_owned());
                 if let Some(path) = options.get("mem-path").or_else(shm) {
                     self.preallocated |= options.is_on("prealloc");
+                    if options.is_on("share") {
+                        self.shared_paths.push(path.clone());
+                    }
                     self.mem_paths.push(path);
                 }
             }
@@ -205,6 +210,7 @@ impl QemuArgs {
             _ => return false,
         }
         self.mem_paths.truncate(MAX_SOCKETS);
+        self.shared_paths.truncate(MAX_SOCKETS);
         true
     }
 

@@ -1,18 +1,20 @@
 //! RAM in files of a tmpfs with a size limit (`/dev/shm`): what of the files is not allocated, and
-//! what the mount has free.
+//! what the mount has free. And RAM in files of a disk's file system.
 //!
 //! A page of such a file that is given back is the mount's again, and another program that writes
 //! there may take it. If the guest then touches the page, the kernel kills its QEMU (SIGBUS). So the
-//! mount must have free what is not allocated.
+//! mount must have free what is not allocated. What a disk's file system has free is not asked: it
+//! may hang, and other programs write there.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::linux::fs::MetadataExt;
+use std::path::Path;
 
 use ebb_core::sample::VmId;
 use ebb_core::units::Bytes;
 use rustix::fs::statfs;
 
-use super::cgroup::parse_mountinfo;
+use super::cgroup::{Mount, parse_mountinfo};
 use super::maps::LEAST_MAPPING;
 use super::qemu::QemuProcess;
 use crate::root::{ParseError, ProbeError, Root, field, probed};
@@ -30,6 +32,8 @@ pub struct RamFiles {
     pub missing: BTreeMap<(u64, u64), Bytes>,
     /// They were allocated at the VM's start, so that nothing can lack.
     pub preallocated: bool,
+    /// The kind of another file system that its RAM is on.
+    pub disk: Option<String>,
 }
 
 /// Reads what of a VM's RAM is in such mounts. Only files that `/proc` tells to be in a tmpfs are
@@ -41,7 +45,8 @@ pub fn read_ram_files(root: &Root, vm: &QemuProcess) -> Result<RamFiles, ProbeEr
         return Ok(found);
     }
     let mounts = root.parse(format!("/proc/{pid}/mountinfo"), parse_mountinfo)?;
-    let tmpfs = mounts.into_iter().flatten().filter(|mount| mount.kind == "tmpfs");
+    let mounts = mounts.unwrap_or_default();
+    let tmpfs = mounts.iter().filter(|mount| mount.kind == "tmpfs");
     let tmpfs: BTreeSet<u64> = tmpfs.map(|mount| mount.id).collect();
     for fd in root.read_dir(format!("/proc/{pid}/fd"))?.unwrap_or_default().into_iter().take(MOST) {
         let fd = fd.display();
@@ -66,7 +71,21 @@ pub fn read_ram_files(root: &Root, vm: &QemuProcess) -> Result<RamFiles, ProbeEr
         let missing = Bytes(file.len().saturating_sub(allocated));
         found.missing.insert((file.st_dev(), file.st_ino()), missing);
     }
+    if found.free.is_empty() {
+        found.disk = vm.args.shared_paths.iter().find_map(|path| disk(path, &mounts));
+    }
     Ok(found)
+}
+
+/// The kind of the file system of this path, where its files are not memory. The path itself is not
+/// looked at.
+fn disk(path: &str, mounts: &[Mount]) -> Option<String> {
+    let path = Path::new(path);
+    let holds = mounts.iter().filter(|mount| path.starts_with(&mount.point));
+    // The last one of the same place hides the others.
+    let kind = &holds.max_by_key(|mount| Path::new(&mount.point).components().count())?.kind;
+    let is_memory = ["tmpfs", "devtmpfs", "ramfs", "hugetlbfs"].contains(&kind.as_str());
+    (!is_memory).then(|| kind.clone())
 }
 
 /// The mount that an open file is on (`/proc/PID/fdinfo/FD`).
@@ -82,6 +101,12 @@ pub fn without_room(files: &BTreeMap<VmId, RamFiles>) -> BTreeMap<VmId, String> 
         all.iter().filter(|(file, _)| file.0 == mount).map(|(_, bytes)| *bytes).sum()
     };
     let why = |its: &RamFiles| {
+        if let Some(kind) = &its.disk {
+            return Some(format!(
+                "its RAM is a file on {kind}, where others could take what it gives back: use \
+                 memory-backend-memfd"
+            ));
+        }
         let what = "its RAM is a file in a tmpfs with a size limit";
         if its.preallocated && !its.free.is_empty() {
             return Some(format!(
@@ -115,7 +140,7 @@ mod tests {
         let its = |mount: u64, file: u64, missing: u64| RamFiles {
             free: [(mount, Bytes::mib(900))].into(),
             missing: [((mount, file), Bytes::mib(missing))].into(),
-            preallocated: false,
+            ..RamFiles::default()
         };
         let of = |all: &[(u32, RamFiles)]| {
             let all = all.iter().map(|(pid, its)| (id(*pid), its.clone())).collect();
@@ -130,8 +155,31 @@ mod tests {
         let full = RamFiles { preallocated: true, ..its(7, 1, 0) };
         let why = of(&[(1, full), (2, its(7, 2, 300))]);
         assert!(why.len() == 1 && why[&id(1)].contains("preallocated"), "{why:?}");
+        let on_disk = RamFiles { disk: Some("ext4".into()), ..RamFiles::default() };
+        assert!(of(&[(1, on_disk)])[&id(1)].contains("a file on ext4, where others"));
         // Its RAM is elsewhere.
         assert!(of(&[(1, RamFiles { preallocated: true, ..RamFiles::default() })]).is_empty());
+    }
+
+    #[test]
+    fn ram_in_a_shared_file_on_a_disk_is_found_by_its_path_alone() {
+        let mounts = "1 1 8:1 / / rw - ext4 /dev/a rw\n2 1 0:3 / /dev/shm rw - tmpfs none rw\n\
+            3 1 8:2 / /var rw - xfs /dev/b rw\n4 3 0:4 / /var/huge rw - hugetlbfs none rw\n";
+        let root = crate::testing::tree(&[("/proc/7/mountinfo", mounts)]);
+        let on = |path: &str, share: &str| {
+            let line =
+                format!("kvm\0-object\0memory-backend-file,id=a,mem-path={path},share={share}\0");
+            let mut vm = QemuProcess {
+                args: parse_cmdline(line.as_bytes()).unwrap(),
+                ..QemuProcess::default()
+            };
+            vm.id.pid = 7;
+            read_ram_files(&root, &vm).unwrap().disk
+        };
+        assert_eq!(on("/var/lib/libvirt/qemu/ram/1-a", "on").as_deref(), Some("xfs"));
+        assert_eq!(on("/srv/a", "on").as_deref(), Some("ext4"));
+        let none = [on("/var/a", "off"), on("/dev/shm/a", "on"), on("/var/huge/a", "on")];
+        assert_eq!(none, [None, None, None]);
     }
 
     /// This process's own file.

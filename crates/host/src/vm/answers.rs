@@ -34,7 +34,10 @@ impl Vm {
     }
 
     fn answer(&mut self, query: Query, answer: Result<Value, QmpError>) {
-        if let (Query::Inventory(inquiry), Ok(_) | Err(QmpError::Command { .. })) = (query, &answer)
+        let is_told = matches!(answer, Ok(_) | Err(QmpError::Command { .. }));
+        if let Query::Inventory(inquiry) = query
+            && is_told
+            && !is_of_libvirt(&answer)
         {
             // A balloon that was plugged in: whether it reports free pages is asked first.
             if let (Inquiry::Folder(i), Ok(value)) = (inquiry, &answer)
@@ -49,7 +52,7 @@ impl Vm {
             self.findings = self.inventory.findings();
             return;
         }
-        if !matches!(answer, Ok(_) | Err(QmpError::Command { .. })) {
+        if !is_told || is_of_libvirt(&answer) && matches!(query, Query::Inventory(_)) {
             // On a shared socket others of its round were not answered either, and QEMU may be
             // left with only the first of two settings.
             match query {

@@ -72,10 +72,6 @@ impl Vm {
         let every = if self.device.is_some() { LOOK_UP } else { LOOK_FOR };
         if self.looked_up.is_none_or(|at| now - at > every) || !self.ready {
             self.looked_up = Some(now);
-            // Where no event tells that a DIMM was replaced by one of its size.
-            if !self.tells() {
-                self.inventory.look_anew();
-            }
             for (i, folder) in DEVICE_FOLDERS.iter().enumerate() {
                 self.send(Query::Folder(i), "qom-list", Some(qmp_balloon::list(folder)));
             }
@@ -91,7 +87,9 @@ impl Vm {
             self.ask_its_guest();
         }
         if self.ready && anew && self.uses_agent() {
-            if self.agent.as_ref().is_some_and(AgentLink::is_apart) {
+            // Where no event tells that a DIMM was replaced by one of its size.
+            let is_old = !self.tells() && self.inventory.is_older_than(LOOK_UP, now);
+            if is_old || self.agent.as_ref().is_some_and(AgentLink::is_apart) {
                 self.inventory.look_anew();
             }
             for (inquiry, command, arguments) in self.inventory.questions(now) {

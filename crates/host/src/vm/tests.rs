@@ -439,9 +439,12 @@ fn ram_is_in_a_pool_of_huge_pages_by_what_the_kernel_counts() {
         vm.process.args.hugepages = hugepages;
         vm.memory =
             Some(ProcessMemory { hugetlb: Bytes::gib(hugetlb), ..ProcessMemory::default() });
-        tick(&mut vm).in_pool
+        let sample = tick(&mut vm);
+        assert_eq!(sample.pinned.is_some(), sample.in_pool || hugepages);
+        sample.in_pool
     };
     assert!(is_in_pool(true, 4));
     assert!(!is_in_pool(true, 1), "an object of another purpose is there");
-    assert!(!is_in_pool(false, 4));
+    assert!(is_in_pool(false, 4), "its command line does not tell");
+    assert!(!is_in_pool(false, 0));
 }

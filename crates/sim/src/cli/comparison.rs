@@ -32,7 +32,7 @@ pub fn run(
 
 /// The scenarios of these names; all, if there are none.
 fn scenarios(names: &[String]) -> Result<Vec<Scenario>> {
-    if let Some(bad) = names.iter().find(|n| ebb_sim::scenario::scenario(n).is_none()) {
+    if let Some(bad) = names.iter().find(|n| SCENARIOS.iter().all(|s| s.name != **n)) {
         let known: Vec<&str> = SCENARIOS.iter().map(|s| s.name).collect();
         bail!("“{bad}” is no scenario: one of {}", known.join(", "));
     }

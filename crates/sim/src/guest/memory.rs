@@ -185,6 +185,7 @@ impl Guest {
             return bytes;
         }
         let held = bytes.min(self.held());
+        self.zeros = self.zeros - held.share(self.zeros.fraction_of(self.held()));
         self.stale = self.stale - held;
         let rest = bytes - held;
         if rest == Bytes::ZERO {

@@ -27,8 +27,8 @@ impl Guest {
         self.merged += bytes.min(most - self.merged).min(idle);
     }
 
-    /// Processes have freed `bytes` of idle memory, or swapped it out: what of it was merged. That is
-    /// not touched any more.
+    /// Processes have freed `bytes` of idle memory, or swapped it out: what of it was merged, and is
+    /// as if it was never touched.
     pub(super) fn free_merged(&mut self, bytes: Bytes, of: Bytes) -> Bytes {
         let merged = bytes.share(self.merged.fraction_of(of)).min(self.merged);
         self.merged = self.merged - merged;
@@ -56,21 +56,26 @@ impl Guest {
         }
     }
 
-    /// The balloon took so much that the host held: what stays in huge pages until they are split.
+    /// The balloon took these bytes that the host held: a part stays in huge pages until they are
+    /// split.
     pub(super) fn leave_partial(&mut self, taken: Bytes) {
         self.partial += taken.share(self.spec.huge);
     }
 
     /// Partially mapped huge pages are split; returns what the host has of it.
     pub(crate) fn split(&mut self) -> Bytes {
-        let freed = std::mem::take(&mut self.partial);
+        std::mem::take(&mut self.partial)
+    }
+
+    /// The same on Ebb's order.
+    pub(crate) fn split_on_order(&mut self) {
+        let freed = self.split();
         let tasks = self.tasks.partial_thp.get_or_insert_default();
         tasks.freed += freed;
         tasks.split += freed.0.div_ceil(HUGE_PAGE);
-        freed
     }
 
-    /// So much of it is looked through for zeros, and those are freed.
+    /// These bytes of it are read to find zeros, and those are freed.
     pub(crate) fn free_zeros(&mut self, read: Bytes) {
         let held = self.private();
         let read = read.min(held);

@@ -118,7 +118,7 @@ proptest! {
     #[test]
     fn bytes_are_conserved_whatever_is_ordered(
         seed in any::<u64>(), orders in proptest::collection::vec(0u64..5000, 1..40),
-        swap in 0u64..1000, free in 0u64..4000, deflate in any::<bool>(),
+        swap in 0u64..1000, free in 0u64..4000, deflate in any::<bool>(), alike in 0u64..2000,
     ) {
         let mut rng = fastrand::Rng::with_seed(seed);
         let mut need = Need::of(Curve::phases(&mut rng, 200_000, Bytes::mib(50), Bytes::gib(4)));
@@ -127,14 +127,28 @@ proptest! {
         let mut spec = Spec::new(Bytes::gib(4), need);
         spec.swap = Bytes::mib(swap);
         spec.deflate_on_oom = deflate;
+        (spec.alike, spec.rewrites) = (Bytes::mib(alike), 10e6);
+        (spec.huge, spec.zeros) = (0.5, 0.5);
         let mut g = Guest::new(0, seed, spec);
         g.switch(0);
         for (i, to) in orders.iter().enumerate() {
             g.order(Bytes::mib(*to));
             if i % 3 == 0 {
                 let cold: Bytes = g.by_coldness().into_iter().sum();
-                prop_assert_eq!(cold, g.resident());
+                prop_assert_eq!(cold, g.private());
+                prop_assert_eq!(g.private() + g.partial, g.resident());
                 g.swap_out(cold.share(0.3));
+            }
+            if i % 5 == 0 {
+                let (before, most) = (g.private() + g.merged, g.alike());
+                g.merge(most.share(0.5), most);
+                prop_assert_eq!(g.private() + g.merged, before);
+                let held = g.resident();
+                prop_assert_eq!(g.split() + g.resident(), held);
+                let (zeros, stale) = (g.zeros, g.stale);
+                g.free_zeros(Bytes::mib(512));
+                prop_assert_eq!(stale - g.stale, zeros - g.zeros);
+                g.open = i % 10 == 0;
             }
             for s in 0..20 {
                 let mut room = Room {
@@ -147,7 +161,8 @@ proptest! {
                 // What became resident came out of the room.
                 prop_assert!(g.resident() <= before.1 + (before.0 - room.free) + Bytes(64));
                 prop_assert!(g.touched() <= g.actual + Bytes(64), "{g:?}");
-                prop_assert!(g.out <= g.touched());
+                prop_assert!(g.out + g.merged <= g.touched(), "{g:?}");
+                prop_assert!(g.zeros <= g.held(), "{g:?}");
                 prop_assert!(g.actual <= g.spec.ram);
                 prop_assert!(g.guest_swapped <= g.spec.swap.min(g.alloc));
                 prop_assert!(g.counts.host_stall_ms <= g.counts.stall_ms + 1.0);

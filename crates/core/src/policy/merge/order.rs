@@ -280,10 +280,6 @@ fn out(
         return must("merge = false in the configuration".into());
     }
     let agent = vm.agent.as_ref().filter(|agent| !agent.observes);
-    let asked = part.wanted == Some(true) || remembered.asked == Some(true);
-    if agent.is_none() && remembered.was == Some(false) && !asked {
-        return must("it was out before, and nobody asks for it any more".into());
-    }
     match agent.map(|agent| (&agent.link, agent.advises)) {
         None | Some((Link::Up, true)) => {}
         Some((Link::Up, false)) => {
@@ -293,6 +289,13 @@ fn out(
             return must(format!("its agent does not answer ({why})"));
         }
         Some((Link::Unknown, _)) => return must("its agent was not met yet".into()),
+    }
+    // Ebb has opened it.
+    let asked = part.wanted == Some(true) || remembered.asked == Some(true);
+    let is_open = agent.is_none() && part.sample.open == Some(true);
+    if is_open && remembered.was == Some(false) && !asked {
+        let why = "it was out before, and is not asked for any more".into();
+        return Some(Out { why, must: false });
     }
     let left = remembered.storm_until.map(|until| until.since(at)).filter(|left| *left > 0)?;
     let why = format!("its merged pages are written: left out for {} s more", left / 1000);

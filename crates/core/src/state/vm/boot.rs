@@ -5,7 +5,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Hot, STUCK_AFTER_MS, VmMemory};
-use crate::sample::VmSample;
+use crate::sample::{RunState, VmSample};
 use crate::state::{Growth, Recent, Sizes};
 use crate::units::{Bytes, Stamp};
 
@@ -119,7 +119,8 @@ impl VmMemory {
         }
         let Some(s) = self.start.as_mut() else { return };
         // One that waits for `cont`, or for a migration to begin, has not taken anything yet.
-        if !vm.may_run() && s.waited_ms < START_WAITS_MS {
+        let waits = matches!(vm.run, Some(RunState::Paused | RunState::Migrating));
+        if waits && s.waited_ms < START_WAITS_MS {
             let ms = at.since(s.at);
             (s.waited_ms, s.since) = (s.waited_ms + ms, s.since.plus(ms));
             (s.at, s.resident) = (at, resident);

@@ -294,6 +294,36 @@ fn virtio_mem_is_told_apart_from_what_the_balloon_holds() {
     look(&mut b, now + 4 * second, 256, true);
 }
 
+/// libvirt counts it in the domain's maximum. What the balloon holds is as before.
+#[test]
+fn an_nvdimm_that_is_plugged_is_no_ram() {
+    let (mut b, now) = scene();
+    let stats = |maximum| {
+        let all = [("balloon.current".to_string(), 400 << 10), (MAXIMUM.to_string(), maximum)];
+        numbers(0).into_iter().chain(all).collect::<Numbers>()
+    };
+    b.heard_stats(now, stats(512 << 10), now);
+    let at = now + Duration::from_secs(1);
+    tell(&mut b, &[ask(2, "query-memory-size-summary")], at);
+    b.heard_stats(at, stats(768 << 10), at);
+    while let Some((purpose, (procedure, _))) = b.next_call(at) {
+        let device =
+            "<devices><memory model='nvdimm'><target><size>262144</size></target></memory>";
+        let answer = match procedure {
+            calls::DESCRIBE => Writer::default().text(&XML.replace("<devices>", device)).done(),
+            calls::MEMORY_STATS => size(400 << 10),
+            other => panic!("{other:?}"),
+        };
+        b.answered(purpose, Ok(answer), at);
+    }
+    tell(&mut b, &[ask(3, "query-memory-size-summary")], at);
+    let answers = said(&mut b);
+    for id in [2, 3] {
+        let answer = &answers.iter().find(|a| a["id"] == id).unwrap()["return"];
+        assert_eq!(*answer, json!({ "base-memory": 512 << 20, "plugged-memory": 0 }), "{id}");
+    }
+}
+
 #[test]
 fn the_interval_is_looked_up_anew_each_time() {
     let now = Instant::now();

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 
 use super::*;
 use crate::root::Fault;
-use crate::testing::{ANYTHING, Tree, stat, tree};
+use crate::testing::{ANYTHING, Tree, eventually, stat, tree};
 
 /// A scan of that tree.
 fn scan(scanner: &mut Scanner, root: &Root) -> Scan {
@@ -21,7 +21,7 @@ fn but(root: &Root, reads: impl Fn(&Path) -> Option<Fault> + Send + Sync + 'stat
 
 #[test]
 fn a_scan_passes_over_what_is_not_a_live_qemu_and_makes_names_unique() {
-    let root = tree(&[("/proc/self/mountinfo", "1 2 0:3 / /huge rw - hugetlbfs none rw\n")]);
+    let root = tree(&[("/proc/10/mountinfo", "1 2 0:3 / /huge rw - hugetlbfs none rw\n")]);
     let line = |socket: &str| {
         format!("qemu-kvm\0-name\0a\0-mem-path\0/huge/x\0-qmp\0unix:{socket},server\0")
     };
@@ -47,7 +47,7 @@ fn a_scan_passes_over_what_is_not_a_live_qemu_and_makes_names_unique() {
 fn a_pool_of_huge_pages_that_is_mounted_later_is_seen_with_the_next_vm() {
     let root = tree(&[]);
     let begin = |pid: u32, mounts: &str| {
-        root.put("/proc/self/mountinfo", mounts);
+        root.put(format!("/proc/{pid}/mountinfo"), mounts);
         root.vm(pid, 7, &format!("-mem-path\0/huge/{pid}"));
     };
     let mut scanner = Scanner::new(ANYTHING);
@@ -246,4 +246,30 @@ proptest! {
             prop_assert!(scan.found.iter().any(|p| p.id.pid == 10));
         }
     }
+}
+
+/// What `/proc` tells of a process's own memory waits for a lock that the process holds for as long
+/// as it wants: a pipe without a writer stands for that.
+#[test]
+fn a_process_that_holds_its_memorys_lock_keeps_no_scan_from_other_vms() {
+    let tree = two_vms();
+    let line = std::fs::read(tree.path("/proc/11/cmdline")).unwrap();
+    let wait = || {
+        tree.remove("/proc/11/cmdline");
+        tree.pipe("/proc/11/cmdline")
+    };
+    let pipe = wait();
+    let mut scanner = Scanner::new(ANYTHING);
+    let first = scan(&mut scanner, &tree);
+    assert_eq!(ids(&first.found), [10]);
+    assert!(first.problems[0].1.contains("the process holds its memory's lock"), "{first:?}");
+    std::fs::write(&pipe, &line).unwrap();
+    eventually(|| ids(&scan(&mut scanner, &tree).found) == [10, 11]);
+    // One that is known stays a VM, whatever it calls itself.
+    let pipe = wait();
+    tree.put("/proc/11/stat", stat(11, "other", 'S', 5));
+    let known = scan(&mut scanner, &tree);
+    assert_eq!((ids(&known.found), known.problems.len()), (vec![10, 11], 1));
+    std::fs::write(&pipe, &line).unwrap();
+    eventually(|| scan(&mut scanner, &tree).problems.is_empty());
 }

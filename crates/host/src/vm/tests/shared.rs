@@ -284,3 +284,21 @@ fn a_round_of_questions_that_was_not_answered_begins_anew() {
     vm.hear();
     assert!(begins(&mut vm));
 }
+
+/// No event tells that a DIMM was replaced by one of its size.
+#[test]
+fn where_its_ram_is_is_asked_each_minute_where_no_event_would_tell() {
+    let (_dir, qemu, mut vm) = met();
+    vm.agent = Some(AgentLink::new("/nowhere/agent".into(), std::process::id()));
+    let begun = Instant::now();
+    eventually(|| {
+        visit(&mut vm);
+        qemu.was_asked("info mtree") > 0
+    });
+    let mut asked_at = |seconds| {
+        let was = qemu.was_asked("info mtree");
+        visit_at(&mut vm, begun + Duration::from_secs(seconds));
+        qemu.was_asked("info mtree") - was
+    };
+    assert_eq!((asked_at(50), asked_at(180), asked_at(190)), (0, 1, 0));
+}
