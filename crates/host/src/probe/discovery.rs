@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ebb_core::sample::VmId;
 
-use super::cgroup::{Mount, parse_mountinfo};
+use super::cgroup::{Mount, parse_mountinfo, read_mounts};
 use super::process::{Life, Stat, is_named, life, processes, read_stat};
 use super::qemu::{QemuProcess, QmpAddress, parse_cmdline, preloaded};
 use super::trust::{ProcessTrust, TrustRules, Uids, is_qemu};
@@ -340,10 +340,11 @@ impl Scanner {
         let args = parse_cmdline(line).filter(|args| !args.is_probe);
         let Some(mut args) = args else { return Ok(Program::Other) };
         let name = args.name.clone().unwrap_or_else(|| format!("pid-{pid}"));
-        // As the process sees them: a container has others.
+        // As the process sees them, where that can be read: a container has others.
+        let theirs = || root.parse(format!("/proc/{pid}/mountinfo"), parse_mountinfo);
         let mounts = match args.mem_paths.is_empty() {
             true => None,
-            false => root.parse(format!("/proc/{pid}/mountinfo"), parse_mountinfo)?,
+            false => theirs().ok().flatten().map_or_else(|| read_mounts(root), |m| Ok(Some(m)))?,
         };
         let huge = mounts.iter().flatten().filter(|mount| mount.kind == "hugetlbfs");
         let on_huge = |mount: &Mount| {
