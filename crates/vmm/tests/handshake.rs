@@ -16,6 +16,7 @@ use ebb_core::wire::abi::PAGE;
 use ebb_core::wire::firmware::Firmware;
 use ebb_core::wire::{AgentState, Answer, Attach, BLOCK_PAGES, Command};
 use ebb_core::wire::{HugePages, Recycle, Refused, Segment};
+use ebb_vmm::agent::Agent;
 use ebb_vmm::faults::Faults;
 use ebb_vmm::sys::{self, Range};
 
@@ -252,9 +253,8 @@ fn a_tripwire_of_uefi_is_no_page_of_zeros_and_nothing_before_it_is_given_back() 
     }
 }
 
-/// Whether the agent writes its number to a header that has not beaten since the tripwires were
-/// armed: the guest was reset while RAM was registered.
-fn writes_to_what_is_gone(faults: Faults) -> bool {
+/// A guest whose RAM has just been registered, and whose tripwires are armed. It beats no more.
+fn armed(faults: Faults) -> (Arc<Guest>, Agent) {
     let guest = Guest::new(64, RamKind::Small);
     let mut agent = agent_of(guest.attach(), faults);
     assert!(within(Duration::from_secs(10), || {
@@ -262,6 +262,13 @@ fn writes_to_what_is_gone(faults: Faults) -> bool {
         status(&mut agent, false);
         guest.registered()
     }));
+    (guest, agent)
+}
+
+/// Whether the agent writes its number to a header that has not beaten since the tripwires were
+/// armed: the guest was reset while RAM was registered.
+fn writes_to_what_is_gone(faults: Faults) -> bool {
+    let (guest, mut agent) = armed(faults);
     assert!(!ready(&mut agent, Duration::from_millis(300)));
     let number = || guest.word(HEADER + 208).load(SeqCst);
     let written = number() != 0;
@@ -281,13 +288,7 @@ fn what_does_not_beat_once_the_tripwires_are_armed_is_not_written_to() {
 /// Whether the agent writes its number to a header whose module has stopped since the tripwires
 /// were armed: the page may be another's in a moment.
 fn writes_to_what_has_stopped(faults: Faults) -> bool {
-    let guest = Guest::new(64, RamKind::Small);
-    let mut agent = agent_of(guest.attach(), faults);
-    assert!(within(Duration::from_secs(10), || {
-        guest.beat();
-        status(&mut agent, false);
-        guest.registered()
-    }));
+    let (guest, mut agent) = armed(faults);
     guest.put32(HEADER + 128, 4);
     guest.beat();
     status(&mut agent, false);
