@@ -45,7 +45,7 @@ const NOTIFIED_LIFE_MS: u64 = 2_000;
 /// for every 2 s. What it held meanwhile was taken for others'.
 const FOUND_MS: u64 = 5_000;
 /// No more VMs that were taken out of KSM are kept in mind for when they are started again.
-const MOST_WISHES: usize = 1000;
+const MOST_MERGE_OFF: usize = 1000;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -260,7 +260,7 @@ impl Memory {
                     // Another VM of this name must not be opened by it.
                     if wish.on {
                         self.merge_off.remove(name);
-                    } else if self.merge_off.len() < MOST_WISHES {
+                    } else if self.merge_off.len() < MOST_MERGE_OFF {
                         self.merge_off.insert(name.clone());
                     }
                     let named = self.vms.iter_mut().filter(|v| v.name == *name);

@@ -1,7 +1,7 @@
 //! What an operator is to know or to do, where several commands say it in the same words: what in
 //! the configuration has no effect on this host, and how a domain gets an argument of QEMU's.
 
-use ebb_core::config::{Config, by_uuid};
+use ebb_core::config::{BY_UUID, Config, by_uuid};
 use ebb_core::model::HostModel;
 use ebb_core::sample::VmSample;
 
@@ -18,7 +18,7 @@ pub fn in_description(option: &str, value: &str) -> String {
 }
 
 /// A reserve that is larger than what counts of it.
-pub fn cut_reserve(config: &Config, host: &HostModel) -> Option<String> {
+fn cut_reserve(config: &Config, host: &HostModel) -> Option<String> {
     let wanted = config.reserve.filter(|r| host.known && *r > host.shown.capacity.share(0.5))?;
     Some(format!(
         "host.reserve = {wanted} is more than half of {} under {}: {} of it counts",
@@ -33,20 +33,34 @@ pub fn sections(vm: &VmSample) -> impl Iterator<Item = String> {
 }
 
 /// Sections `[vm.NAME]` of a VM that has one by its uuid: that one alone counts.
-pub fn shadowed_sections(config: &Config, vms: &[VmSample]) -> Vec<String> {
+fn shadowed_sections(config: &Config, vms: &[VmSample]) -> Vec<String> {
+    if !config.vms.keys().any(|name| name.starts_with(BY_UUID)) {
+        return Vec::new();
+    }
     let shadowed = |vm: &VmSample| {
-        let [name, uuid] = [vm.given_name().to_string(), by_uuid(vm.uuid.as_deref()?)];
-        let both = name != uuid && [&name, &uuid].iter().all(|s| config.vms.contains_key(*s));
-        both.then(|| {
-            format!("[vm.{name}] has no effect: [vm.\"{uuid}\"] is of the same VM, and counts")
-        })
+        let mut there = sections(vm).filter(|section| config.vms.contains_key(section));
+        let (name, uuid) = (there.next()?, there.next()?);
+        let said =
+            || format!("[vm.{name}] has no effect: [vm.\"{uuid}\"] is of the same VM, and counts");
+        (name != uuid).then(said)
     };
     vms.iter().filter_map(shadowed).take(NAMES).collect()
 }
 
+/// What in the configuration has no effect here. `unmet`: its sections without a VM.
+pub fn without_effect<'a>(
+    config: &Config,
+    host: &HostModel,
+    vms: &[VmSample],
+    unmet: impl Iterator<Item = &'a str>,
+) -> Vec<String> {
+    let once = cut_reserve(config, host).into_iter().chain(unmet_sections(config, unmet));
+    once.chain(shadowed_sections(config, vms)).collect()
+}
+
 /// Sections `[vm.NAME]` without a VM. Where one says `manage = false`, a VM that was meant is
 /// managed all the same.
-pub fn unmet_sections<'a>(config: &Config, unmet: impl Iterator<Item = &'a str>) -> Option<String> {
+fn unmet_sections<'a>(config: &Config, unmet: impl Iterator<Item = &'a str>) -> Option<String> {
     let is_managed = |name: &&str| config.vms.get(*name).is_none_or(|vm| vm.manage);
     let (names, off): (Vec<&str>, Vec<&str>) = unmet.partition(is_managed);
     let all = names.len() + off.len();

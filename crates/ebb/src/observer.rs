@@ -143,11 +143,9 @@ impl Observer {
         }
         let looked = tick.sample.at.since(*self.first.get_or_insert(tick.sample.at));
         let unmet = self.unmet.iter().map(String::as_str).filter(|_| looked >= SETTLED_MS);
-        let reserve = advice::cut_reserve(config, &model.host);
-        let unmet = advice::unmet_sections(config, unmet);
-        let shadowed = advice::shadowed_sections(config, &tick.sample.vms);
-        let all = reserve.into_iter().chain(unmet).chain(shadowed);
-        all.chain(view::forbidden(tick)).collect()
+        let mut all = advice::without_effect(config, &model.host, &tick.sample.vms, unmet);
+        all.extend(view::forbidden(tick));
+        all
     }
 
     fn write(&mut self, head: Option<&Head>, number: u64, tick: &[u8]) {

@@ -58,8 +58,8 @@ const KEPT_OPEN: usize = 1000;
 
 /// The mounts of RAM in files are looked at this often.
 const RAM_FILES_EVERY: Duration = Duration::from_secs(5);
-/// A VM of which none was found so often is not looked at any more: a QEMU that starts may not have
-/// its files yet.
+/// After this number of looks that found none, a VM is not looked at any more. A QEMU that starts may
+/// not have its files yet.
 const RAM_FILES_LOOKS: u32 = 3;
 /// What touching new memory takes is measured this often.
 const TOUCH_EVERY: Duration = Duration::from_secs(60);

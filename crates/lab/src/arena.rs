@@ -63,8 +63,8 @@ impl Places {
 /// How the arena is to be.
 #[derive(Clone, Debug, Default)]
 pub struct ArenaConfig {
-    /// Limit of the memory cgroup; `None` makes no cgroup. Without `swap` it uses none, that of
-    /// another test neither.
+    /// Limit of the memory cgroup; `None` makes no cgroup. Without `swap` the kernel swaps nothing
+    /// of it out, also not to another test's swap area.
     pub budget: Option<Bytes>,
     pub swap: Option<SwapConfig>,
     /// Knobs to set, as absolute path and value.

@@ -201,8 +201,7 @@ impl Qemu {
             name: self.name.clone(),
             ram: Some(g.spec.ram),
             process: Some(ProcessMemory {
-                // Its status counts what it maps, also of merged pages.
-                anon: g.resident() - g.partial + g.merged,
+                anon: g.mapped(),
                 swap: g.out,
                 own: Some(OwnMemory::default()),
                 ..ProcessMemory::default()

@@ -46,7 +46,7 @@ fn mergeable(guests: &[Guest], i: usize) -> Bytes {
 }
 
 fn looked_at(g: &Guest) -> f64 {
-    if g.open && g.power { (g.private() + g.merged).0 as f64 / PAGE as f64 } else { 0.0 }
+    if g.open { g.mapped().0 as f64 / PAGE as f64 } else { 0.0 }
 }
 
 impl KsmHost {
@@ -86,8 +86,7 @@ impl KsmHost {
 
     fn find(&mut self, guests: &[Guest], at_ms: u64, at: Stamp) {
         let Some((order, began_ms)) = &self.under_way else { return };
-        let read = |g: &Guest| g.private() + g.merged;
-        let all: Bytes = guests.iter().map(read).sum();
+        let all: Bytes = guests.iter().map(Guest::mapped).sum();
         let rate = order.bytes_per_second * order.cores.clamp(0.001, 1.0);
         let seconds = all.0 as f64 / rate;
         if ((at_ms - began_ms) as f64) < seconds * 1000.0 {
@@ -97,7 +96,7 @@ impl KsmHost {
         let kept = alike.iter().max().copied().unwrap_or_default();
         let sharers = alike.iter().filter(|a| **a > Bytes::ZERO).count().max(1) as u64;
         let found = |(g, alike): (&Guest, &Bytes)| Candidates {
-            pages: read(g).0 / PAGE,
+            pages: g.mapped().0 / PAGE,
             zeros: 0,
             duplicates: (*alike - Bytes(kept.0 / sharers)).0 / PAGE,
         };

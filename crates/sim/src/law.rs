@@ -342,7 +342,7 @@ impl Laws {
 fn has_room_for(world: &World, guest: &Guest, at: u64) -> bool {
     let total = world.host.total;
     let guests = || world.guests.iter().filter(|g| g.power);
-    let untouched = |g: &Guest| g.actual - (g.resident() - g.partial + g.merged) - g.out;
+    let untouched = |g: &Guest| g.actual - g.mapped() - g.out;
     let boots = |g: &Guest| at.saturating_sub(g.booted_ms) < BOOTS_MS;
     let touches = |g: &&Guest| g.wants().anon > g.alloc || boots(g);
     let soon: Bytes = guests().filter(touches).map(untouched).sum();

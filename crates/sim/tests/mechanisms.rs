@@ -1,10 +1,10 @@
 //! Merging, zero pages and partially mapped huge pages in Ebb's own loop.
 
-use ebb_core::tick::{Engine, Host};
+use ebb_core::tick::Engine;
 use ebb_core::units::Bytes;
 use ebb_sim::guest::Guest;
 use ebb_sim::scenario::{MECHANISMS, scenario};
-use ebb_sim::{Controller, Setup, World};
+use ebb_sim::{Controller, Setup, World, run};
 
 const SEEDS: std::ops::Range<u64> = 0..3;
 
@@ -12,13 +12,9 @@ const SEEDS: std::ops::Range<u64> = 0..3;
 fn ran(setup: &Setup) -> (World, Bytes) {
     let mut world = World::new(setup);
     let mut engine = Engine::new(setup.config(), false);
-    loop {
-        let (_, model) = engine.step(&mut world);
-        if !world.wait(&engine.next(&model)) {
-            let taken = engine.memory.vms.iter().map(|m| m.inflated).sum();
-            return (world, taken);
-        }
-    }
+    run(&mut engine, &mut world, |_, _, _| true);
+    let taken = engine.memory.vms.iter().map(|m| m.inflated).sum();
+    (world, taken)
 }
 
 fn setups(name: &str) -> impl Iterator<Item = Setup> {

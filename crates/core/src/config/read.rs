@@ -435,9 +435,11 @@ impl Checker<'_> {
         }
         let min = settings.min;
         if let Some(max) = settings.max.filter(|max| min.is_above(*max)) {
-            let is_here = |own: bool| if own || at == DEFAULTS { "" } else { " (the default)" };
-            let own = [settings.own.min, settings.own.max].map(|own| is_here(own.is_some()));
-            let [of_min, of_max] = own;
+            let own = &settings.own;
+            let [of_min, of_max] = [own.min, own.max].map(|own| match own {
+                None if at != DEFAULTS => " (the default)",
+                _ => "",
+            });
             let message =
                 format!("min {min}{of_min} is above max {max}{of_max}: min must not exceed max");
             let (key, span) = limit.unzip();

@@ -403,7 +403,7 @@ fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
     }
     let below = || vms.iter().filter(|vm| vm.is_below(limit));
     // Merged memory may have to be copied again.
-    let guests = below().map(|vm| match (vm.ram, vm.apart()) {
+    let guests = below().map(|vm| match (vm.ram, vm.unmerged()) {
         (Some(ram), Some(resident)) => {
             let own = vm.own.max(OVERHEAD.0 + ram.share(OVERHEAD.1));
             let ram = if vm.in_pool { Bytes::ZERO } else { ram };
@@ -411,7 +411,7 @@ fn may_grow(limit: &Limit, vms: &[VmModel]) -> Bytes {
         }
         _ => limit.capacity,
     });
-    let held: Bytes = below().filter_map(VmModel::apart).sum();
+    let held: Bytes = below().filter_map(VmModel::unmerged).sum();
     let others = (limit.capacity - limit.headroom) - held;
     let beyond = held - limit.capacity;
     guests.fold(others + beyond, |sum, one| (sum + one).min(limit.capacity))

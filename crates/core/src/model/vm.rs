@@ -159,7 +159,7 @@ impl VmModel {
     }
 
     /// What the host holds of it beside merged pages. Of those, its process counts all but zeros.
-    pub fn apart(&self) -> Option<Bytes> {
+    pub fn unmerged(&self) -> Option<Bytes> {
         let merged = self.merge.as_ref().and_then(|part| part.sample.stat.merging_pages);
         Some(self.resident? - Bytes::pages(merged.unwrap_or(0)))
     }

@@ -156,7 +156,7 @@ fn vm_supply(model: &Model, vm: &VmModel, m: &VmMemory) -> VmSupply {
     let host_side = match vm.in_pool {
         true => Bytes(u64::MAX),
         // Merged memory may have to be copied again.
-        false => vm.apart().unwrap_or_default() + vm.swap.unwrap_or_default(),
+        false => vm.unmerged().unwrap_or_default() + vm.swap.unwrap_or_default(),
     };
     let owed = vm.ceiling.max(vm.actual.unwrap_or_default());
     let mut supply = VmSupply {

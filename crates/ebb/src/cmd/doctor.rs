@@ -170,10 +170,8 @@ fn state_of(config: &Config, sample: Sample) -> State {
     let model = Model::new(config, &sample, &memory);
     let met: BTreeSet<String> = sample.vms.iter().flat_map(advice::sections).collect();
     let unmet = config.vms.keys().filter(|name| !met.contains(*name));
-    let unmet = advice::unmet_sections(config, unmet.map(String::as_str));
-    let own = advice::cut_reserve(config, &model.host).into_iter().chain(unmet);
-    let shadowed = advice::shadowed_sections(config, &sample.vms);
-    let own: Vec<String> = own.chain(shadowed).collect();
+    let unmet = unmet.map(String::as_str);
+    let own = advice::without_effect(config, &model.host, &sample.vms, unmet);
     let tick = Tick { sample, ..Tick::default() };
     let mut state = State::new(&tick, &model, &memory, view::Daemon::default());
     state.host.warnings.splice(0..0, own);

@@ -25,31 +25,31 @@ pub fn off(socket: &str, name: &str, time: Duration) -> Result<bool> {
     let asked = Instant::now();
     // An earlier request that still holds is not this one, which may have failed.
     let taken = |h: &HandsOff| h.left_ms + asked.elapsed().as_millis() as u64 >= ms;
-    if !ask(socket, name, ms, |vm| vm.hands_off.is_some_and(|h| h.done && taken(&h)))? {
+    let done = |vm: &Vm| vm.hands_off.is_some_and(|h| h.done && taken(&h));
+    let Some(vm) = ask(socket, name, ms, done)? else {
         bail!(
             "{name}: after 30 s Ebb may still touch its memory, or the request could not be \
              written down; it is left alone as soon as its agent and QEMU answer and no scan \
              reads it: `ebb explain {name}` and the journal say what is missing"
         );
-    }
-    let state: State = daemon_client::get_json(socket, "/v1/state")?;
-    let found = state.vms.iter().find(|vm| vm.name == name).and_then(|vm| vm.hands_off);
+    };
     // An earlier request may hold longer.
-    let left_ms = found.map_or(ms, |h| h.left_ms).max(ms);
+    let left_ms = vm.hands_off.map_or(ms, |h| h.left_ms).max(ms);
     emit(&format!("{name}: hands off for {} s\n", left_ms.div_ceil(1000)))?;
     Ok(true)
 }
 
 /// Has Ebb go on with it.
 pub fn on(socket: &str, name: &str) -> Result<bool> {
-    if !ask(socket, name, 0, |vm| vm.hands_off.is_none())? {
+    if ask(socket, name, 0, |vm| vm.hands_off.is_none())?.is_none() {
         bail!("{name}: it is still left alone");
     }
     emit(&format!("{name}: hands on\n"))?;
     Ok(true)
 }
 
-fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<bool> {
+/// Tells the daemon; the VM as soon as that is `done`.
+fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<Option<Vm>> {
     let state: State = daemon_client::get_json(socket, "/v1/state")?;
     explain::find(&state, name)?;
     if state.daemon.dry_run {
@@ -61,15 +61,15 @@ fn ask(socket: &str, name: &str, ms: u64, done: impl Fn(&Vm) -> bool) -> Result<
     while Instant::now() < until {
         std::thread::sleep(ROUND);
         let state: State = daemon_client::get_json_until(socket, "/v1/state", until)?;
-        let Some(vm) = state.vms.iter().find(|vm| vm.name == name) else {
+        let Some(vm) = state.vms.into_iter().find(|vm| vm.name == name) else {
             bail!("{name}: it has ended, or is called otherwise now: see `ebb status`");
         };
         // A tick that began before the request came says nothing. A reload counts ticks anew.
-        if state.tick != tick && done(vm) {
-            return Ok(true);
+        if state.tick != tick && done(&vm) {
+            return Ok(Some(vm));
         }
     }
-    Ok(false)
+    Ok(None)
 }
 
 #[cfg(test)]

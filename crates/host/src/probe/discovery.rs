@@ -114,10 +114,9 @@ pub enum Program {
 /// Scans `/proc` again and again. Reading a command line takes the process's
 /// mmap lock, which on a host short of memory may be held for long, and by a process that means
 /// harm for ever; so only that of a process which is trusted is read, beside the loop, and again
-/// only when `stat` (no lock) shows another program. Most
-/// processes are no VMs and stay what they are: of those only the name is read, as
-/// `stat` costs several times as much, but for every `THOROUGH`th scan, which
-/// also finds a VM with the pid and the name of a process that has ended.
+/// only when `stat` (no lock) shows another program. Most processes are no VMs and stay what they
+/// are: of those only the name is read, as `stat` costs several times as much, but for every
+/// `THOROUGH`th scan, which also finds a VM with the pid and the name of a process that has ended.
 #[derive(Debug, Default)]
 pub struct Scanner {
     trust: TrustRules,
@@ -344,7 +343,10 @@ impl Scanner {
         let theirs = || root.parse(format!("/proc/{pid}/mountinfo"), parse_mountinfo);
         let mounts = match args.mem_paths.is_empty() {
             true => None,
-            false => theirs().ok().flatten().map_or_else(|| read_mounts(root), |m| Ok(Some(m)))?,
+            false => match theirs() {
+                Ok(Some(mounts)) => Some(mounts),
+                _ => read_mounts(root)?,
+            },
         };
         let huge = mounts.iter().flatten().filter(|mount| mount.kind == "hugetlbfs");
         let on_huge = |mount: &Mount| {

@@ -49,6 +49,12 @@ impl Guest {
         self.touched() - self.out - self.merged
     }
 
+    /// What its process maps, as its status tells: with what is merged, and without what only lies in
+    /// huge pages.
+    pub fn mapped(&self) -> Bytes {
+        self.resident() - self.partial + self.merged
+    }
+
     /// Faults that had to read, as Linux counts them. A fault reads ahead eight pages.
     pub fn major_faults(&self) -> u64 {
         let mapped = (self.counts.refaults as f64 * self.spec.mapped) as u64;
