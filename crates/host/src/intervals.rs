@@ -35,9 +35,14 @@ impl Intervals {
     /// what is written stays as long as they live.
     pub fn keep(
         &mut self,
-        here: impl Iterator<Item = (VmId, Option<u64>)>,
+        here: impl Iterator<Item = (VmId, Option<u64>)> + Clone,
         lives: impl Fn(VmId) -> bool,
     ) {
+        let is = here.clone().filter_map(|(vm, was)| Some((vm, was?)));
+        // Both by VM. Where they are equal, no other VM is written down.
+        if is.eq(self.was.iter().map(|(vm, was)| (*vm, *was))) {
+            return;
+        }
         let here: BTreeMap<VmId, Option<u64>> = here.collect();
         let mut now = self.was.clone();
         now.retain(|vm, _| !here.contains_key(vm) && lives(*vm));

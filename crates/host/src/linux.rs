@@ -50,7 +50,7 @@ use crate::waker::Waker;
 
 pub use self::orders::{ActError, BalloonOrder};
 
-/// Most counts of what VMMs hold themselves that are begun in a tick.
+/// Most counts of what VMMs hold themselves that are begun in a second: each takes a thread.
 const COUNTS: u32 = 4;
 /// Up to this many VMs, their files in `/proc` are kept open; with more, descriptors are for
 /// their sockets.
@@ -149,6 +149,8 @@ pub struct LinuxHost {
     ksm_stats: ksm::Stats,
     /// What others merged when that was last read, and when.
     others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
+    /// When such counts were last begun.
+    counted: Option<Instant>,
     /// What a MiB of new memory costs, and when that was measured.
     touch: Option<(Instant, Option<u32>)>,
     /// When an agent was handed its VM's RAM last, and whose turn it was.
@@ -181,6 +183,7 @@ impl LinuxHost {
             other_processes: ksm::OtherProcesses::default(),
             ksm_stats: ksm::Stats::default(),
             others_ksm: None,
+            counted: None,
             touch: None,
             attached_at: None,
             turn: None,
@@ -268,10 +271,17 @@ impl LinuxHost {
         self.hands_off.keep(at, is_there);
         let version = self.cgroups();
         for (id, vm) in &mut self.vms {
-            let claim = claim(root, &self.options.config, version, &vm.process);
-            // What was read of this process before holds where it cannot be read for a moment.
-            let known = vm.claim.take().filter(|was| claim.is_unread() && !was.is_unread());
-            let claim = vm.claim.insert(known.unwrap_or(claim)).clone();
+            let rests = self.resting.contains(id);
+            let claim = match vm.claim.take() {
+                Some(was) if rests => was,
+                was => {
+                    let claim = claim(root, &self.options.config, version, &vm.process);
+                    // What was read of this process before holds where it cannot be read for a
+                    // moment.
+                    was.filter(|was| claim.is_unread() && !was.is_unread()).unwrap_or(claim)
+                }
+            };
+            let claim = vm.claim.insert(claim).clone();
             let counts = has_metadata(&self.options, &vm.process) || self.owed.contains(id);
             vm.look_at_metadata(counts, now);
             vm.named = self.named.values().any(|named| named == id);
@@ -329,7 +339,10 @@ impl LinuxHost {
         problems: &mut Vec<Problem>,
     ) -> Vec<VmSample> {
         let (root, keep) = (&self.options.root, self.vms.len() <= KEPT_OPEN);
-        let (now, mut begins) = (Instant::now(), COUNTS);
+        let now = Instant::now();
+        let due = self.counted.is_none_or(|at| now - at >= Duration::from_secs(1));
+        self.counted = if due { Some(now) } else { self.counted };
+        let mut begins = if due { COUNTS } else { 0 };
         let one = |(id, vm): (&VmId, &mut Vm)| {
             // One that was just found.
             if !vm.seen && !self.resting.contains(id) {

@@ -199,8 +199,9 @@ pub(crate) struct Vm {
     stats_new: Option<Instant>,
     /// When the interval was last asked for because statistics were late.
     interval_asked: Option<Instant>,
-    /// When it was last asked how it runs.
+    /// When it was last asked whether it migrates, and when also how it runs.
     ran_asked: Option<Instant>,
+    all_asked: Option<Instant>,
     /// It was asked for its RAM in this tick.
     ram_asked: bool,
     /// When it was asked last.

@@ -119,6 +119,10 @@ fn faulty_plugin() -> Result<PathBuf, LabError> {
         cargo.args(["test", "--no-run", "--release", "--quiet", "-p", "ebb-vmm"]);
         cargo.args(["--test", "handshake", "--features", "faults", "--target-dir"]);
         cargo.arg(&out).current_dir(root);
+        cargo.envs([
+            ("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1"),
+            ("CARGO_PROFILE_RELEASE_DEBUG", "false"),
+        ]);
         run(&mut cargo).map(drop)
     })
 }

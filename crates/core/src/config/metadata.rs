@@ -172,14 +172,15 @@ impl Config {
 
     /// The share group that a VM's metadata gives it, if that counts.
     pub fn group_by_metadata<'a>(&self, vm: &'a VmSample) -> Option<&'a str> {
+        let group = vm.metadata.settings()?.group.as_deref()?;
         let own = &self.settings(vm.given_name(), vm.uuid.as_deref()).own;
-        vm.metadata.settings()?.group.as_deref().filter(|_| own.group.is_none())
+        own.group.is_none().then_some(group)
     }
 
     /// What counts of a VM's metadata, in words; empty: nothing.
     pub fn metadata_words(&self, vm: &VmSample) -> String {
-        let own = &self.settings(vm.given_name(), vm.uuid.as_deref()).own;
-        vm.metadata.settings().map(|its| its.words(own)).unwrap_or_default()
+        let Some(its) = vm.metadata.settings() else { return String::new() };
+        its.words(&self.settings(vm.given_name(), vm.uuid.as_deref()).own)
     }
 }
 

@@ -99,6 +99,9 @@ pub fn decisions(tick: &Tick, model: &Model) -> Vec<Decision> {
 
 /// VMs that the operator asked for their memory by name and that were not asked, and why.
 pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
+    if tick.requests.is_empty() {
+        return Vec::new();
+    }
     let plan = &tick.plan;
     let decided = DecidedByVm::of(tick);
     let heeded = |id: VmId| {

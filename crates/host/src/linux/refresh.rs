@@ -66,7 +66,9 @@ impl LinuxHost {
     fn scan(&mut self) {
         let mut problems = Vec::new();
         let root = self.options.root.clone();
-        let scan = noted(&mut problems, "/proc", self.scanner.scan(&root, &self.owed).map(Some));
+        let lives = |id| self.vms.contains_key(&id);
+        let scan =
+            noted(&mut problems, "/proc", self.scanner.scan(&root, &self.owed, lives).map(Some));
         let Some(scan) = scan else { return self.scan_problems = problems };
         problems.extend(scan.problems.into_iter().map(|(source, why)| problem(None, source, why)));
         self.open_trigger(&mut problems);

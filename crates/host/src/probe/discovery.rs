@@ -45,7 +45,7 @@ fn stranger(root: &Root, pid: u32, comm: &str, why: String) -> Program {
 }
 
 pub fn discover(root: &Root, trust: &TrustRules) -> Result<Scan, ProbeError> {
-    Scanner::new(trust.clone()).scan(root, &HashSet::new())
+    Scanner::new(trust.clone()).scan(root, &HashSet::new(), |_| false)
 }
 
 /// Looks at one process that was a VM when Ebb took memory from it: it is one, whatever
@@ -115,8 +115,9 @@ pub enum Program {
 /// mmap lock, which on a host short of memory may be held for long, and by a process that means
 /// harm for ever; so only that of a process which is trusted is read, beside the loop, and again
 /// only when `stat` (no lock) shows another program. Most processes are no VMs and stay what they
-/// are: of those only the name is read, as `stat` costs several times as much, but for every
-/// `THOROUGH`th scan, which also finds a VM with the pid and the name of a process that has ended.
+/// are: of those only the name is read, as `stat` costs several times as much, and of the kernel's
+/// threads nothing, but for every `THOROUGH`th scan, which also finds a VM with the pid and the name
+/// of a process that has ended.
 #[derive(Debug, Default)]
 pub struct Scanner {
     trust: TrustRules,
@@ -147,6 +148,7 @@ const THOROUGH: u32 = 15;
 struct KnownProcess {
     start: u64,
     comm: String,
+    is_kernels: bool,
     program: Program,
 }
 
@@ -173,8 +175,14 @@ impl Scanner {
 
     /// Processes that vanish meanwhile are passed over; what cannot be read
     /// becomes a problem of the scan, and a VM stays what it was. Those in `owed` are VMs
-    /// whatever the configuration has come to say of their users.
-    pub fn scan(&mut self, root: &Root, owed: &HashSet<VmId>) -> Result<Scan, ProbeError> {
+    /// whatever the configuration has come to say of their users. VMs that are known to live
+    /// anyway (`lives`) are looked at in every [`THOROUGH`]th scan only.
+    pub fn scan(
+        &mut self,
+        root: &Root,
+        owed: &HashSet<VmId>,
+        lives: impl Fn(VmId) -> bool,
+    ) -> Result<Scan, ProbeError> {
         self.owed.clone_from(owed);
         let pids = processes(root)?;
         self.scans = (self.scans + 1) % THOROUGH;
@@ -185,14 +193,19 @@ impl Scanner {
         let before: Vec<VmId> = self.known.values().filter_map(KnownProcess::vm).collect();
         for pid in pids {
             let known = self.known.remove(&pid);
-            let change = self.look(root, pid, known.as_ref()).unwrap_or_else(|e| {
-                scan.problems.push((format!("/proc/{pid}"), e.to_string()));
-                Change::Same
-            });
+            let vm = known.as_ref().and_then(KnownProcess::vm);
+            let change = match self.scans != 0 && vm.is_some_and(&lives) {
+                true => Ok(Change::Same),
+                false => self.look(root, pid, known.as_ref()),
+            };
             let now = match change {
-                Change::New(new) => Some(new),
-                Change::Same => known,
-                Change::Gone => known.filter(|k| may_live(root, k)),
+                Ok(Change::New(new)) => Some(new),
+                Ok(Change::Same) => known,
+                Err(e) => {
+                    scan.problems.push((format!("/proc/{pid}"), e.to_string()));
+                    known
+                }
+                Ok(Change::Gone) => known.filter(|k| may_live(root, k)),
             };
             seen.extend(now.map(|now| (pid, now)));
         }
@@ -233,7 +246,7 @@ impl Scanner {
         if self.scans == 0 || known.vm().is_some() || is_qemu(&known.comm) {
             return false;
         }
-        is_named(root, pid, &known.comm)
+        known.is_kernels || is_named(root, pid, &known.comm)
     }
 
     fn look(
@@ -245,7 +258,7 @@ impl Scanner {
         if known.is_some_and(|k| self.is_still_none(root, pid, k)) {
             return Ok(Change::Same);
         }
-        let Some(Stat { state, start, comm, .. }) = read_stat(root, pid)? else {
+        let Some(Stat { state, start, comm, is_kernels, .. }) = read_stat(root, pid)? else {
             return Ok(Change::Gone);
         };
         if matches!(state, 'Z' | 'X') {
@@ -259,7 +272,12 @@ impl Scanner {
         let trust = match self.trust_of(root, id) {
             // Some processes are closed even to root. Only one that is called QEMU is told of.
             Err(e) if e.is_denied() && !was_vm && !is_qemu(&comm) => {
-                return Ok(Change::New(KnownProcess { start, comm, program: Program::Other }));
+                return Ok(Change::New(KnownProcess {
+                    start,
+                    comm,
+                    is_kernels,
+                    program: Program::Other,
+                }));
             }
             trust => trust?,
         };
@@ -276,7 +294,7 @@ impl Scanner {
                 self.program(root, id, &line, environ)?
             }
         };
-        Ok(Change::New(KnownProcess { start, comm, program }))
+        Ok(Change::New(KnownProcess { start, comm, is_kernels, program }))
     }
 
     /// Whether a process of the same name is still the same program.

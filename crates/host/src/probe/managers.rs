@@ -8,8 +8,9 @@
 //! `lib/hypervisor/hv_kvm/__init__.py` (`_InstanceQmpMonitor`), Lima
 //! `pkg/store/filenames/filenames.go` (`QMPSock`), Kata `virtcontainers/qemu.go`.
 
+use std::borrow::Cow;
 use std::ffi::OsStr;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Component, Path};
 
 use ebb_core::config::SocketUse;
 
@@ -141,14 +142,14 @@ fn plain<'a>(part: Component<'a>) -> Option<&'a str> {
 
 /// The path as the server knows it: without the `/proc/PID/root` through which it is reached
 /// in another mount namespace.
-pub(crate) fn bound_as(path: &Path) -> PathBuf {
+pub(crate) fn bound_as(path: &Path) -> Cow<'_, Path> {
     let inside = || {
         let mut parts = path.strip_prefix("/proc").ok()?.components();
         let pid = parts.next()?.as_os_str().as_encoded_bytes();
         let through = parts.next()?.as_os_str() == "root" && pid.iter().all(u8::is_ascii_digit);
         through.then(|| Path::new("/").join(parts.as_path()))
     };
-    inside().unwrap_or_else(|| path.to_owned())
+    inside().map_or(Cow::Borrowed(path), Cow::Owned)
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use crate::root::{Probed, Root, probed};
 /// held is not known.
 const MOST: u64 = 16 << 30;
 /// From one look to the next: at first, and at most. A VMM grows while its guest starts.
-const EVERY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(60));
+const EVERY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(120));
 /// A count that is older than this says nothing.
 const LIFE: Duration = Duration::from_secs(300);
 
@@ -173,12 +173,14 @@ mod tests {
         assert_eq!(own.count(&root, 1, (begun, &mut 0)), None, "no look is left in this tick");
         assert!(own.look.is_idle() && own.due.is_none());
         assert!(known(&mut own, begun).unwrap().resident > Bytes::mib(1));
-        for (now, then) in [(1, 2), (2, 6), (6, 14), (14, 30), (30, 62), (62, 122), (122, 182)] {
+        for (now, then) in
+            [(1, 2), (2, 6), (6, 14), (14, 30), (30, 62), (62, 126), (126, 246), (246, 366)]
+        {
             assert!(known(&mut own, at(now)).is_some());
             assert_eq!(own.due, Some(at(then)));
         }
         let mut later = |now| own.count(&root, std::process::id(), (at(now), &mut 0));
-        assert!(later(421).is_some());
-        assert_eq!(later(423), None, "counted 300 s ago");
+        assert!(later(545).is_some());
+        assert_eq!(later(547), None, "counted 300 s ago");
     }
 }

@@ -15,6 +15,9 @@ use crate::root::{ParseError, ProbeError, Probed, Root, field, parse_number};
 /// The first uid of a person; those of services are below (Debian's policy, `login.defs`).
 const FIRST_USER: u32 = 1000;
 
+/// The flag of a thread of the kernel (Linux `include/linux/sched.h`).
+const PF_KTHREAD: u64 = 0x0020_0000;
+
 /// The fields in use of `/proc/PID/stat`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stat {
@@ -22,6 +25,8 @@ pub struct Stat {
     pub comm: String,
     /// State letter; `Z` and `X` hold no memory any more.
     pub state: char,
+    /// It is a thread of the kernel.
+    pub is_kernels: bool,
     /// CPU time in user mode, clock ticks (100 a second on x86 and Arm).
     pub user_ticks: u64,
     /// CPU time in the kernel, clock ticks.
@@ -109,6 +114,7 @@ pub fn parse_stat(text: &str) -> Result<Stat, ParseError> {
     Ok(Stat {
         comm: name.split_once('(').map_or("", |(_, comm)| comm).to_owned(),
         state: fields.first().and_then(|f| f.chars().next()).ok_or_else(|| bad("state"))?,
+        is_kernels: number(9, "flags")? & PF_KTHREAD != 0,
         user_ticks: number(14, "utime")?,
         system_ticks: number(15, "stime")?,
         start: number(22, "starttime")?,

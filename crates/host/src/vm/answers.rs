@@ -242,7 +242,7 @@ impl Vm {
                 self.moved = Some(Instant::now());
             } else {
                 // One that came while the tick asked may tell more than its answers.
-                self.ran_asked = None;
+                (self.ran_asked, self.all_asked) = (None, None);
             }
             self.events.extend(qmp_balloon::parse_event(&event));
         }

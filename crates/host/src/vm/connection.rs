@@ -44,6 +44,13 @@ impl Vm {
         Ok(std::iter::once(first.clone()).chain(others).collect())
     }
 
+    /// Whether [`Vm::sockets`] has any.
+    fn has_socket(&self) -> bool {
+        let is_usable = |path: &PathBuf| self.kind(path) != SocketKind::Others;
+        let usable = || matches!(&self.process.args.qmp, QmpAddress::Paths(all) if all.iter().any(is_usable));
+        self.is_reached() && (self.owed_at.is_some() || usable())
+    }
+
     pub(super) fn usable_sockets(&self) -> Result<Vec<PathBuf>, String> {
         let paths = match &self.process.args.qmp {
             QmpAddress::Paths(paths) => paths,
@@ -154,8 +161,7 @@ impl Vm {
     /// keeps the one through libvirt while it has no socket for Ebb.
     pub(super) fn close_unwanted(&mut self) -> bool {
         let through = self.client.as_ref().is_none_or(|c| !c.is_direct());
-        let sockets = self.sockets();
-        let reached = sockets.is_ok() || self.may_ask_libvirt() && through && self.is_reached();
+        let reached = self.has_socket() || self.may_ask_libvirt() && through && self.is_reached();
         // One that is not managed is reached to have its interval put back, by its device.
         if !self.access.managed && self.ready && self.looked && self.device.is_none() {
             self.interval_was = None;
@@ -164,7 +170,7 @@ impl Vm {
         if reached && (self.access.managed || self.is_reached() && meets) {
             return false;
         }
-        let why = match sockets {
+        let why = match self.sockets() {
             Err(why) if self.access.managed => why,
             _ => self.no_way.clone().unwrap_or_else(|| NOT_MANAGED.into()),
         };
@@ -196,7 +202,8 @@ impl Vm {
         self.inventory.forget();
         self.findings = None;
         (self.ready, self.slow_since, self.restoring) = (false, None, None);
-        (self.looked_up, self.stats_new, self.ran_asked) = (None, None, None);
+        (self.looked_up, self.stats_new) = (None, None);
+        (self.ran_asked, self.all_asked) = (None, None);
     }
 
     /// Turns to its next socket where the manager of this one stays connected, and back to one of

@@ -161,10 +161,10 @@ impl Vm {
         if let (Some(command), Some(client)) = (restored, &mut self.client) {
             client.protocol.forget(command);
         }
-        let (Some(device), false) = (self.device.clone(), self.access.look_only) else { return };
+        let (Some(device), false) = (&self.device, self.access.look_only) else { return };
         if let (Some(_), Some(interval)) = (restored, self.interval) {
             // QEMU carries this out after that.
-            let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(interval));
+            let set = qmp_balloon::set(device, qmp_balloon::INTERVAL, json!(interval));
             self.send(Query::SetInterval, "qom-set", Some(set));
         } else if again && !self.unanswered.contains(&Query::Interval) {
             self.interval = None;

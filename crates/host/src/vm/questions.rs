@@ -10,11 +10,13 @@ use crate::agent_link::AgentLink;
 use crate::qmp::Event;
 use crate::qmp_balloon::{self, DEVICE_FOLDERS};
 
-/// How a VM runs, whether it migrates, what RAM it has, how large it is where its balloon does not
-/// move, and with an agent what can write to its RAM is asked this often, and before an agent gives
-/// memory back. QEMU reads its socket byte by byte, at some nine system calls each. An ordinary
-/// tick, the clock's steps left out.
+/// Whether a VM migrates, how large it is where its balloon does not move, and with an agent what can
+/// write to its RAM is asked this often, and before an agent gives memory back. QEMU reads its socket
+/// byte by byte, at some nine system calls each. An ordinary tick, the clock's steps left out.
 pub(super) const RARELY: Duration = Duration::from_millis(900);
+/// How a VM runs and what RAM it has is asked this often where QEMU tells of a change, by an event or
+/// by the size.
+const TOLD: Duration = Duration::from_secs(5);
 /// The longest time between ticks in which a still VM is asked: its guest's statistics are
 /// looked for from this time before the next are due.
 const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
@@ -60,12 +62,17 @@ impl Vm {
     pub(super) fn questions(&mut self, now: Instant) {
         let due = self.was_missed() || self.ran_asked.is_none_or(|at| now - at >= RARELY);
         let anew = due || !self.ready || self.agent_awaits() || self.has_news();
+        let is_told = self.tells() && self.ready && !self.agent_awaits() && !self.has_news();
+        let all = anew && !(is_told && self.all_asked.is_some_and(|at| now - at < TOLD));
+        if all {
+            self.all_asked = Some(now);
+            self.send(Query::Status, "query-status", None);
+        }
         if anew {
             self.ran_asked = Some(now);
-            self.send(Query::Status, "query-status", None);
             self.send(Query::Migrate, "query-migrate", None);
         }
-        self.ram_asked = anew || self.ordered.is_some();
+        self.ram_asked = all || self.ordered.is_some();
         if self.ram_asked {
             self.send(Query::MemorySize, "query-memory-size-summary", None);
         }

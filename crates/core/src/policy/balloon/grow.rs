@@ -64,17 +64,20 @@ pub(super) fn grow(
             None => "the host gives back slowly, others first".into(),
         };
         let hold = m.last_take.and_then(|t| GROW_HOLD_MS.checked_sub(model.at.since(t)));
-        let whys = [
-            (least < LEAST_STEP).then(|| format!("{} ballooned; {}", vm.owed, lacks())),
-            m.order.is_some_and(|o| o.to > actual).then(|| "it is still growing".into()),
-            waits_to_run(model.at, vm, m)
-                .then(|| format!("{} ballooned; it grows when it runs again", vm.owed)),
+        let owed = vm.owed;
+        let why = if least < LEAST_STEP {
+            Some(format!("{owed} ballooned; {}", lacks()))
+        } else if m.order.is_some_and(|o| o.to > actual) {
+            Some("it is still growing".into())
+        } else if waits_to_run(model.at, vm, m) {
+            Some(format!("{owed} ballooned; it grows when it runs again"))
+        } else {
             hold.map(|hold| {
-                let (owed, s) = (vm.owed, hold.div_ceil(1000));
+                let s = hold.div_ceil(1000);
                 format!("{owed} ballooned; given back in {s} s at the earliest, unless it needs it")
-            }),
-        ];
-        if let Some(why) = whys.into_iter().flatten().next() {
+            })
+        };
+        if let Some(why) = why {
             verdicts[i] = Some(Verdict::Hold(why));
             continue;
         }

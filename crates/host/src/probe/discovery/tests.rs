@@ -11,7 +11,7 @@ use crate::testing::{ANYTHING, Tree, eventually, stat, tree};
 
 /// A scan of that tree.
 fn scan(scanner: &mut Scanner, root: &Root) -> Scan {
-    scanner.scan(root, &HashSet::new()).unwrap()
+    scanner.scan(root, &HashSet::new(), |_| false).unwrap()
 }
 
 /// The same tree with these reads instead of its own.
@@ -199,7 +199,7 @@ fn a_stranger_that_poses_as_a_vm_is_refused_and_told_of() {
     assert!(at_once.contains("process 11 behind it is not taken for a VM"), "{at_once}");
     // It was a VM when memory was taken from it.
     let owed = HashSet::from([VmId { pid: 11, start: 5 }]);
-    assert_eq!(ids(&scanner.scan(&tree, &owed).unwrap().found), [10, 11]);
+    assert_eq!(ids(&scanner.scan(&tree, &owed, |_| false).unwrap().found), [10, 11]);
     assert!(serving(&tree, &trust, &owed, 11).is_ok());
     let mut scanner = Scanner::new(trust.clone());
     assert_eq!(scan(&mut scanner, &tree).refused.len(), 1);
