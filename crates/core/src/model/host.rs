@@ -3,7 +3,7 @@
 //!
 //! The machine is the outermost limit. Cgroups with a limit and NUMA nodes to which VMs are bound
 //! are others; each is judged by the same marks. Policies are shown one at a time
-//! ([`Model::under`](super::Model::under)); what else looks at the host sees the tightest.
+//! (`View::under` in `policy/limits.rs`); what else looks at the host sees the tightest.
 
 use std::cmp::Reverse;
 
