@@ -96,6 +96,9 @@ fn ask(socket: &Path, head: &str, path: &str, content: &str) -> Result<Vec<u8>, 
     }
     let mut answer = Vec::new();
     stream.take(MOST).read_to_end(&mut answer).map_err(cut_off)?;
+    if answer.is_empty() {
+        return Err(cut_off(ErrorKind::UnexpectedEof.into()));
+    }
     let bad = |why| ClientError::Answer { socket: socket.into(), path: path.into(), why };
     body(&answer).map(<[u8]>::to_vec).map_err(bad)
 }

@@ -81,25 +81,44 @@ pub mod tests {
 
     use super::*;
 
-    /// A daemon of one VM, `web`, that is reloaded after it has told its state once; its socket.
-    pub fn reloaded_soon() -> (TempDir, String) {
+    /// A daemon that answers so whether it is asked for something or told; `None`: it is being
+    /// reloaded, and does not answer. Its socket.
+    pub fn daemon(
+        mut answer: impl FnMut(bool) -> Option<String> + Send + 'static,
+    ) -> (TempDir, String) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ebb.sock");
-        let listener = UnixListener::bind(&path).unwrap();
+        let socket = path.display().to_string();
+        let mut listener = UnixListener::bind(&path).unwrap();
         std::thread::spawn(move || {
-            let mut tick = 100;
-            for mut stream in listener.incoming().map_while(Result::ok) {
+            while let Ok((mut stream, _)) = listener.accept() {
                 let mut request = [0; 4096];
                 let read = stream.read(&mut request).unwrap_or(0);
-                let mut body = String::new();
-                if request[..read].starts_with(b"GET") {
-                    body = format!("{{\"tick\": {tick}, \"vms\": [{{\"name\": \"web\"}}]}}");
-                    tick = tick % 100 + 2;
+                match answer(request[..read].starts_with(b"GET")) {
+                    Some(body) => drop(write!(stream, "HTTP/1.1 200 OK\r\n\r\n{body}")),
+                    None => {
+                        std::fs::remove_file(&path).unwrap();
+                        drop((stream, listener));
+                        std::thread::sleep(Duration::from_millis(300));
+                        listener = UnixListener::bind(&path).unwrap();
+                    }
                 }
-                let _ = write!(stream, "HTTP/1.1 200 OK\r\n\r\n{body}");
             }
         });
-        (dir, path.display().to_string())
+        (dir, socket)
+    }
+
+    /// A daemon of one VM, `web`, that is reloaded after it has told its state once; its socket.
+    pub fn reloaded_soon() -> (TempDir, String) {
+        let mut tick = 100;
+        daemon(move |asked| {
+            if !asked {
+                return Some(String::new());
+            }
+            let body = format!("{{\"tick\": {tick}, \"vms\": [{{\"name\": \"web\"}}]}}");
+            tick = tick % 100 + 2;
+            Some(body)
+        })
     }
 
     #[test]

@@ -115,7 +115,8 @@ fn watch(socket: &str, request: &Reclaim, before: Measured) -> Result<Measured> 
         // of its own for each CPU. A wish for all means that as well.
         if request.bytes.is_none() && began.elapsed() >= again && again < QUIET {
             again += AGAIN;
-            daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?)?;
+            // A daemon that is being reloaded does not hear it.
+            let _ = daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?);
         }
         let until = began + PATIENCE;
         let now =
@@ -150,12 +151,23 @@ fn text(c: &Measured) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cmd::hands_off::tests::reloaded_soon;
+    use crate::cmd::hands_off::tests::{daemon, reloaded_soon};
 
     #[test]
     fn the_state_of_a_daemon_that_was_reloaded_is_fresh() {
         let (_dir, socket) = reloaded_soon();
         assert_eq!(fresh(&socket).unwrap().tick, 4, "not its first tick");
+    }
+
+    #[test]
+    fn a_daemon_that_is_reloaded_is_watched_on() {
+        let mut told = 0;
+        let (_dir, socket) = daemon(move |asked| {
+            told += usize::from(!asked);
+            (asked || told > 1).then(|| r#"{"host": {"free": 7}}"#.into())
+        });
+        let request = Reclaim { vm: None, bytes: None };
+        watch(&socket, &request, Measured::default()).unwrap();
     }
 
     #[test]
