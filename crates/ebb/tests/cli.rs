@@ -3,7 +3,9 @@
 
 mod common;
 
+use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 
 use common::*;
@@ -90,6 +92,23 @@ fn a_record_of_before_is_kept_when_a_daemon_starts_again() {
     let _daemon = Daemon(place.command(&["run", "--record"]).arg(&record).spawn().unwrap());
     assert!(comes(|| kept.exists() && record.exists()), "the old one and the new one");
     assert_eq!(std::fs::read_to_string(kept).unwrap(), "of a daemon that has crashed");
+}
+
+#[test]
+fn an_option_that_a_daemon_would_not_heed_is_refused() {
+    let place = Place::new("");
+    let listener = UnixListener::bind(place.file("s")).unwrap();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map_while(Result::ok) {
+            let _ = stream.read(&mut [0; 4096]);
+            let body = r#"{"host": {"merge": {"mode": "on"}}, "vms": [{"name": "web"}]}"#;
+            let _ = write!(stream, "HTTP/1.1 200 OK\r\n\r\n{body}");
+        }
+    });
+    let (code, said) = place.ebb(&["merge", "on", "web"]);
+    assert_ne!(code, 2, "{said}");
+    let (code, said) = place.ebb(&["merge", "on", "web", "--across-groups"]);
+    assert!(code == 2 && said.contains("merge.across_groups"), "{code} {said}");
 }
 
 #[test]

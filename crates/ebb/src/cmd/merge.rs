@@ -77,11 +77,19 @@ pub fn main(config: &Config, what: What) -> Result<bool> {
             let options = Options { threads, limits, hurry, ..Options::default() };
             report(config, &vm, full, &options, json)
         }
-        What::On { vm, .. } if steered(config)?.is_some() => tell_daemon(config, &vm, true),
-        What::On { vm, across_groups } => on(config, &vm, across_groups),
+        What::On { vm, across_groups } => match steered(config)? {
+            Some(_) if across_groups => bail!(
+                "--across-groups: the daemon steers KSM and goes by merge.across_groups in its \
+                 configuration"
+            ),
+            Some(state) => tell_daemon(config, &state, &vm, true),
+            None => on(config, &vm, across_groups),
+        },
         What::Off { vm } if vm.is_empty() => off_all(config),
-        What::Off { vm } if steered(config)?.is_some() => tell_daemon(config, &vm, false),
-        What::Off { vm } => switch(config, &vm, false),
+        What::Off { vm } => match steered(config)? {
+            Some(state) => tell_daemon(config, &state, &vm, false),
+            None => switch(config, &vm, false),
+        },
     }
 }
 
@@ -102,10 +110,7 @@ fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
     if config.listed_only {
         processes.retain(|p| config.section(&p.given, p.args.uuid.as_deref()).is_some());
     }
-    if let Some(unknown) = names.iter().find(|n| processes.iter().all(|p| p.name != **n)) {
-        let there: Vec<&str> = processes.iter().map(|p| p.name.as_str()).collect();
-        bail!("no VM {unknown}; there are: {}", there.join(" "));
-    }
+    are_there(names, &Vec::from_iter(processes.iter().map(|p| p.name.as_str())))?;
     processes.retain(|p| names.is_empty() || names.contains(&p.name));
     let one_group = config.has_one_group();
     let version = read_hierarchy(root)?.map_or(Version::V2, |h| h.version);
@@ -123,6 +128,14 @@ fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
         Known { process, group, group_is_proven, found, stat, why }
     };
     Ok(processes.into_iter().map(one).collect())
+}
+
+/// An error where there is no VM of one of these names.
+fn are_there(names: &[String], there: &[&str]) -> Result<()> {
+    match names.iter().find(|n| !there.contains(&n.as_str())) {
+        Some(unknown) => bail!("no VM {unknown}; there are: {}", there.join(" ")),
+        None => Ok(()),
+    }
 }
 
 fn refused(found: &Found) -> Option<String> {

@@ -24,7 +24,7 @@ use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
 use ebb_host::qmp::{Client, QmpError};
 use ebb_host::root::Root;
 
-use super::{Known, look};
+use super::{Known, are_there, look};
 use crate::advice::in_description;
 use crate::cmd::explain;
 use crate::daemon_client;
@@ -42,16 +42,24 @@ pub(super) fn steered(config: &Config) -> Result<Option<State>> {
         return Ok(None);
     }
     let state: State = daemon_client::get_json(&config.socket, "/v1/state")?;
-    let steers = state.host.merge.as_ref().is_some_and(|m| m.mode == MergeMode::On);
-    Ok((steers && !state.daemon.dry_run).then_some(state))
+    Ok(steers(&state).then_some(state))
+}
+
+fn steers(state: &State) -> bool {
+    let is_on = state.host.merge.as_ref().is_some_and(|m| m.mode == MergeMode::On);
+    is_on && !state.daemon.dry_run
 }
 
 /// Has the daemon do it, which would undo what others do, and waits.
-pub(super) fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result<bool> {
-    let Some(state) = steered(config)? else { bail!("the daemon has ended meanwhile") };
+pub(super) fn tell_daemon(
+    config: &Config,
+    state: &State,
+    names: &[String],
+    on: bool,
+) -> Result<bool> {
     let mut changed = false;
     for name in names {
-        changed |= explain::find(&state, name)?.merge.as_ref().and_then(|m| m.open) != Some(on);
+        changed |= explain::find(state, name)?.merge.as_ref().and_then(|m| m.open) != Some(on);
     }
     for name in names {
         let wish = MergeWish { vm: Some(name.clone()), on };
@@ -59,7 +67,11 @@ pub(super) fn tell_daemon(config: &Config, names: &[String], on: bool) -> Result
     }
     let until = Instant::now() + DONE;
     loop {
-        let Some(state) = steered(config)? else { bail!("the daemon has ended meanwhile") };
+        // A daemon that is being reloaded does not answer for a moment.
+        let state: State = daemon_client::get_json_until(&config.socket, "/v1/state", until)?;
+        if !steers(&state) {
+            bail!("the daemon steers KSM no more");
+        }
         let vms: Vec<&Vm> =
             names.iter().map(|name| explain::find(&state, name)).collect::<Result<_>>()?;
         let left: Vec<&&Vm> =
@@ -141,6 +153,13 @@ fn put_one_back(config: &Config, mark: &OwnedMark) -> Result<()> {
 /// KSM has one domain: it merges whatever is open to it, so one group only may be.
 pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Result<bool> {
     let all = look(config, &Root::default(), &[])?;
+    may_open(config, &all, names, across_groups)?;
+    switch(config, names, true)
+}
+
+/// An error where these VMs must not be opened to KSM, of all that there are.
+fn may_open(config: &Config, all: &[Known], names: &[String], across_groups: bool) -> Result<()> {
+    are_there(names, &Vec::from_iter(all.iter().map(|k| k.process.name.as_str())))?;
     let is_wanted = |k: &Known| names.contains(&k.process.name);
     let wanted = all.iter().filter(|k| is_wanted(k));
     let groups: BTreeSet<&str> = wanted.map(|k| k.group.as_str()).collect();
@@ -185,7 +204,7 @@ pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Resu
             agents.join(", ")
         );
     }
-    switch(config, names, true)
+    Ok(())
 }
 
 /// Whether its RAM is open, or may be. QEMU marks the memory of devices, too, which is no RAM.
@@ -296,7 +315,50 @@ pub(super) fn off_all(config: &Config) -> Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use ebb_core::sample::VmId;
+    use ebb_host::scan::Found;
+
     use super::*;
+    use crate::cmd::hands_off::tests::daemon;
+
+    #[test]
+    fn a_daemon_that_is_reloaded_is_waited_for() {
+        let of = |mode: &str, open: bool| {
+            format!(
+                r#"{{"host": {{"merge": {{"mode": "{mode}"}}}},
+                     "vms": [{{"name": "web", "merge": {{"open": {open}}}}}]}}"#
+            )
+        };
+        for (mode, done) in [("on", true), ("report", false)] {
+            // It takes the request, and goes as soon as it is asked.
+            let (mut asked_before, after) = (false, of(mode, false));
+            let (_dir, socket) = daemon(move |asked| {
+                let goes = asked && !std::mem::replace(&mut asked_before, asked);
+                (!goes).then(|| after.clone())
+            });
+            let config = Config { socket, ..Config::default() };
+            let state: State = serde_json::from_str(&of("on", true)).unwrap();
+            let told = tell_daemon(&config, &state, &["web".into()], false);
+            assert_eq!(told.ok(), done.then_some(true), "{mode}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_no_vm_has_is_told_before_anything_else() {
+        let found = Found { target: None, mergeable: Bytes::mib(1), refused: None };
+        let open = Known {
+            process: QemuProcess::plain(VmId { pid: u32::MAX, start: 1 }, "web".into()),
+            group: "default".into(),
+            group_is_proven: true,
+            found: Some(found),
+            stat: None,
+            why: None,
+        };
+        let all = [open];
+        let said = |name: &str| may_open(&Config::default(), &all, &[name.into()], false);
+        assert_eq!(said("tpyo").unwrap_err().to_string(), "no VM tpyo; there are: web");
+        said("web").unwrap();
+    }
 
     #[test]
     fn a_domain_is_told_how_its_description_gets_a_socket() {
