@@ -33,7 +33,7 @@ use crate::policy::Decided;
 use crate::policy::merge::{self, BurstMemory, Candidates, MergeMemory};
 use crate::policy::recycle as recycling;
 use crate::sample::{Sample, VmId, VmSample, Vmstat};
-use crate::task::{LastOrder, StageName};
+use crate::task::StageName;
 use crate::units::{Bytes, Stamp};
 
 /// A VM whose QEMU, or libvirt, refused to take from it is asked again after this.
@@ -437,10 +437,9 @@ impl Memory {
             m.ordered = Some((model.at, order.open));
             m.was.get_or_insert(!order.open);
         }
-        for order in plan.orders.each() {
+        for order in &plan.orders.partial_thp {
             let m = self.vm_mut(order.vm);
-            let last = LastOrder { at: model.at, inflated: m.inflated };
-            *(order.slot)(&mut m.ordered) = Some(last);
+            m.inflated_split = m.inflated;
         }
         for order in &plan.recycle {
             let vm = model.vm(order.vm);

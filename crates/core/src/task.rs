@@ -2,16 +2,15 @@
 //! its orders, and the words for both.
 //!
 //! A new mechanism needs two structs, and an entry in the table at the end with the words for both.
-//! Plans, samples, records, the log and the commands then have it, and it is remembered when it was
-//! last ordered. A policy in `policy/` decides when it is ordered; a file in `act/` of `ebb-host`
-//! carries the order out.
+//! Plans, samples, records, the log and the commands then have it. A policy in `policy/` decides when
+//! it is ordered; a file in `act/` of `ebb-host` carries the order out.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use crate::sample::VmId;
-use crate::units::{Bytes, Stamp};
+use crate::units::Bytes;
 
 /// The mechanisms, in the order in which they are used: what is cheap and harmless
 /// first.
@@ -139,28 +138,17 @@ pub trait TaskOrder: Clone + fmt::Debug + Send + 'static {
 /// An order of any mechanism, as the log and `ebb plan` tell it.
 #[derive(Clone, Debug)]
 pub struct Line<'a> {
-    pub vm: VmId,
     name: &'a str,
     what: String,
     reason: &'a str,
     /// It may slow the VM down: it is logged also without `--verbose`.
     pub always_logged: bool,
-    /// Where it is remembered when it was ordered.
-    pub slot: fn(&mut Ordered) -> &mut Option<LastOrder>,
 }
 
 impl fmt::Display for Line<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}: {}", self.name, self.what, self.reason)
     }
-}
-
-/// When something was last ordered of a VM.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LastOrder {
-    pub at: Stamp,
-    /// All that its balloon had taken by then.
-    pub inflated: Bytes,
 }
 
 /// The table of mechanisms. Each has the key under which plans and samples have it, its two
@@ -187,13 +175,6 @@ macro_rules! tasks {
             $($(#[$meta])* #[serde(skip_serializing_if = "Option::is_none")] pub $key: Option<$sample>,)*
         }
 
-        /// When each mechanism was last ordered of a VM.
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-        #[serde(default)]
-        pub struct Ordered {
-            $(#[serde(skip_serializing_if = "Option::is_none")] pub $key: Option<LastOrder>,)*
-        }
-
         $(impl TaskOrder for $order {
             type Sample = $sample;
             fn vm(&self) -> VmId { self.vm }
@@ -210,8 +191,7 @@ macro_rules! tasks {
                 let mut lines = Vec::new();
                 $(let what: fn(&$order) -> String = $what;
                 lines.extend(self.$key.iter().map(|o| Line {
-                    vm: o.vm, name: &o.name, what: what(o), reason: &o.reason,
-                    always_logged: $logged, slot: |ordered| &mut ordered.$key,
+                    name: &o.name, what: what(o), reason: &o.reason, always_logged: $logged,
                 }));)*
                 lines
             }
@@ -294,16 +274,12 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_is_struck_and_the_rest_is_told_and_remembered() {
+    fn what_takes_is_struck_and_the_rest_is_told() {
         let mut orders = orders();
         let told = |orders: &Orders| orders.each().iter().map(Line::to_string).collect::<Vec<_>>();
         assert_eq!(told(&orders)[0], "a: page out 16 EiB: r");
         orders.strike_takes();
         assert_eq!(told(&orders), ["a: split partially mapped huge pages: r"]);
-        let mut ordered = Ordered::default();
-        let last = LastOrder { at: Stamp(7), inflated: Bytes(9) };
-        orders.each().iter().for_each(|line| *(line.slot)(&mut ordered) = Some(last));
-        assert_eq!(ordered, Ordered { partial_thp: Some(last), ..Ordered::default() });
     }
 
     #[test]

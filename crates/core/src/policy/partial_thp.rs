@@ -34,7 +34,7 @@ fn order(model: &Model, memory: &Memory, vm: &VmModel) -> Option<PartialThpOrder
     if !vm.advisable || done.is_some_and(|d| d.busy) {
         return None;
     }
-    let taken = m.inflated - m.ordered.partial_thp.map_or(Bytes::ZERO, |last| last.inflated);
+    let taken = m.inflated - m.inflated_split;
     let step = STEP.0.max(vm.ram.unwrap_or_default().share(STEP.1));
     let rests = m.shrunk.is_none_or(|at| model.at.since(at) >= REST_MS);
     let reason = if taken >= step || taken >= LEAST && rests {

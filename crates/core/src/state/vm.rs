@@ -21,7 +21,6 @@ use super::{
 };
 use crate::policy::merge::VmMergeMemory;
 use crate::sample::{GuestStats, OwnMemory, VmEvent, VmId, VmSample};
-use crate::task::Ordered;
 use crate::units::{Bytes, Stamp};
 
 /// One harm is forgotten in this time, and the known hot cache decays over it.
@@ -99,8 +98,8 @@ pub struct VmMemory {
     /// Older records have what it took since an order (`partial_thp`, `torn`).
     #[serde(alias = "partial_thp", alias = "torn")]
     pub inflated: Bytes,
-    /// When what runs beside the loop was last ordered.
-    pub ordered: Ordered,
+    /// What that was when splitting its partially mapped huge pages was last ordered.
+    pub inflated_split: Bytes,
     /// Size and residency a tick ago.
     #[serde(rename = "seen")]
     pub footprint: Option<Footprint>,
