@@ -3,8 +3,7 @@
 //! A tick must cost little when no client reads. Sample, plan and model are published without a
 //! copy, what is remembered is copied; the log says what is new, and the record is packed.
 
-use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::sync::Arc;
@@ -14,7 +13,6 @@ use anyhow::{Context, Result};
 use ebb_core::config::Config;
 use ebb_core::model::{Model, Pressure};
 use ebb_core::plan::LastResort;
-use ebb_core::sample::VmId;
 use ebb_core::tick::{Engine, Tick};
 use ebb_core::units::{Bytes, Stamp};
 use ebb_host::linux::LinuxHost;
@@ -29,9 +27,6 @@ use crate::view::{self, Decision, Problem};
 
 /// VMs that are not found within this time after the start are said to be missing.
 const SETTLED_MS: u64 = 10_000;
-
-/// A request that is not heeded is logged this often: `ebb reclaim` repeats it.
-const UNHEEDED_MS: u64 = 30_000;
 
 pub struct Observer {
     shared: Shared,
@@ -55,8 +50,6 @@ struct Said {
     vms: Option<usize>,
     last_resort: Vec<LastResort>,
     merging: String,
-    /// VMs whose owner's request is not heeded, and when that was said.
-    unheeded: BTreeMap<VmId, Stamp>,
     problems: LogLimiter,
     orders: LogLimiter,
     warnings: LogLimiter,
@@ -211,19 +204,11 @@ impl Observer {
         for w in self.said.warnings.warnings(tick.sample.at, all) {
             say(&format!("warning: {w}"));
         }
-        for p in self.said.problems.news(tick.sample.at, &tick.sample.problems) {
+        let problems = [&tick.sample.problems[..], &view::unheeded(tick, model)].concat();
+        for p in self.said.problems.news(tick.sample.at, &problems) {
             say(&Problem::new(p, model).to_string());
         }
-        let (at, said) = (tick.sample.at, &mut self.said.unheeded);
-        said.retain(|_, told| at.since(*told) < UNHEEDED_MS);
-        for (vm, why) in view::unheeded(tick, model) {
-            if let Entry::Vacant(new) = said.entry(vm) {
-                new.insert(at);
-                let name = model.vms.iter().find(|v| v.id == vm).map_or("", |v| &v.name);
-                say(&format!("{name}: not asked for its memory as the operator wished: {why}"));
-            }
-        }
-        for line in self.said.orders.orders(at, decisions) {
+        for line in self.said.orders.orders(tick.sample.at, decisions) {
             say(&line);
         }
     }

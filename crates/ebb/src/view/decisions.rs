@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use ebb_core::model::{Model, VmModel};
 use ebb_core::plan::{Action, Held, Outcome, Reason};
-use ebb_core::sample::VmId;
+use ebb_core::sample::{Problem, VmId};
 use ebb_core::tick::Tick;
 use ebb_core::units::Bytes;
 use serde::{Deserialize, Serialize};
@@ -98,7 +98,7 @@ pub fn decisions(tick: &Tick, model: &Model) -> Vec<Decision> {
 }
 
 /// VMs that the operator asked for their memory by name and that were not asked, and why.
-pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
+pub fn unheeded(tick: &Tick, model: &Model) -> Vec<Problem> {
     if tick.requests.is_empty() {
         return Vec::new();
     }
@@ -112,7 +112,12 @@ pub fn unheeded(tick: &Tick, model: &Model) -> Vec<(VmId, String)> {
     let named = |name: &str| tick.requests.iter().any(|r| r.vm.as_deref() == Some(name));
     let vms = model.vms.iter().filter(|vm| named(&vm.name) && !heeded(vm.id));
     let why = |id| Some(decided.verdict(id)).filter(|verdict| !verdict.is_empty());
-    vms.map(|vm| (vm.id, why(vm.id).or_else(|| forbidden(tick)).unwrap_or_default())).collect()
+    let problem = |vm: &VmModel| Problem {
+        vm: Some(vm.id),
+        source: "not asked for its memory as the operator wished".into(),
+        message: why(vm.id).or_else(|| forbidden(tick)).unwrap_or_default(),
+    };
+    vms.map(problem).collect()
 }
 
 /// What keeps Ebb from taking anything at all.
@@ -175,15 +180,18 @@ mod tests {
         assert_eq!(unheeded(&tick, &model), [], "nobody asked");
         let ask = |vm: &str| Reclaim { vm: Some(vm.into()), bytes: None };
         tick.requests = vec![ask(&a.1)];
-        let [(vm, why)] = &unheeded(&tick, &model)[..] else { panic!() };
-        assert!(*vm == a.0 && why.contains("it is short"), "{why}");
+        let [not] = &unheeded(&tick, &model)[..] else { panic!() };
+        assert!(not.vm == Some(a.0) && not.message.contains("it is short"), "{not:?}");
         tick.plan.actions = vec![action(400)];
         assert_eq!(unheeded(&tick, &model), []);
         tick.requests = vec![ask(&b.1), Reclaim { vm: None, bytes: None }];
         let why = "its guest has ended".to_owned();
         let held = Held { vm: b.0, name: b.1.clone(), why: why.clone() };
         tick.plan.held = vec![held];
-        assert_eq!(unheeded(&tick, &model), [(b.0, why)]);
+        let [not] = &unheeded(&tick, &model)[..] else { panic!() };
+        assert_eq!((not.vm, &not.message), (Some(b.0), &why));
+        let said = crate::view::Problem::new(not, &model).to_string();
+        assert_eq!(said, format!("{}: not asked for its memory as the operator wished: {why}", b.1));
     }
 
     #[test]
