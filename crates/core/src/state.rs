@@ -56,17 +56,10 @@ pub struct Memory {
     pub state_since: Stamp,
     pub vmstat: Option<Vmstat>,
     pub vms: Vec<VmMemory>,
-    pub urgency: f64,
     /// What each stage was expected to bring, and brought.
     #[serde(alias = "ladder")]
     pub stages: Vec<Tally>,
-    /// What others than VMs used lately.
-    pub others: Recent,
-    /// The limit shown as the host and the VMs at the last tick: where another one comes, what it
-    /// holds may count as others' for a moment.
-    pub others_of: (String, Vec<VmId>),
-    /// The limits at the last tick, once there were others than the machine's: `state`, `urgency`
-    /// and `others` are those of one.
+    /// The limits at the last tick, and those that were there lately.
     #[serde(rename = "bounds")]
     pub limits: Vec<LimitMemory>,
     /// Since when something has been missing that no stage before paging out brings.
@@ -89,7 +82,8 @@ pub struct LimitMemory {
     pub urgency: f64,
     /// What others than VMs used of it lately.
     pub others: Recent,
-    /// The VMs that were below it.
+    /// The VMs that were below it: where another one comes, what it holds may count as others' for a
+    /// moment.
     pub vms: Vec<VmId>,
     pub seen: Stamp,
 }
@@ -353,12 +347,8 @@ impl Memory {
     /// State and urgency of a limit at the last tick, and what others than VMs used of it lately;
     /// `None`: it is new.
     pub fn past(&self, limit: &str) -> Option<(Pressure, f64, &Recent)> {
-        if let Some(l) = self.limits.iter().find(|l| l.name == limit) {
-            return Some((l.state, l.urgency, &l.others));
-        }
-        let was = &self.others_of.0;
-        let only_one = self.limits.is_empty() && (was.is_empty() || was == limit);
-        only_one.then_some((self.state, self.urgency, &self.others))
+        let l = self.limits.iter().find(|l| l.name == limit)?;
+        Some((l.state, l.urgency, &l.others))
     }
 
     /// Takes in the limits, and what others than VMs use of each, where it is known.
@@ -367,8 +357,7 @@ impl Memory {
             let below = || model.vms.iter().filter(|v| v.is_below(limit));
             let vms: Vec<VmId> = below().map(|v| v.id).collect();
             let was = self.limits.iter().find(|l| l.name == limit.name);
-            let alone = || Some(&self.others).filter(|_| self.others_of.0 == limit.name);
-            let mut others = was.map(|l| &l.others).or_else(alone).cloned().unwrap_or_default();
+            let mut others = was.map(|l| l.others.clone()).unwrap_or_default();
             let new = below().filter(|v| was.is_some_and(|l| !l.vms.contains(&v.id)));
             others.lower(model.at, FOUND_MS, new.filter_map(|v| v.resident).sum());
             let held: Option<Bytes> = below().map(|v| v.resident).sum();
@@ -388,26 +377,8 @@ impl Memory {
         };
         let absent =
             |l: &LimitMemory| LimitMemory { state: Pressure::Clear, urgency: 0.0, ..l.clone() };
-        let kept: Vec<LimitMemory> = self.limits.iter().filter(kept).map(absent).collect();
-        // Of the machine alone `others` tells, unless another limit was shown lately.
-        if now.len() > 1 || !self.limits.is_empty() {
-            self.limits = now.iter().map(one).chain(kept).collect();
-        }
-    }
-
-    /// Takes in what others than VMs use, where it is known.
-    fn see_others(&mut self, model: &Model) {
-        let now = (model.host.shown.name.clone(), model.vms.iter().map(|v| v.id).collect());
-        let was = std::mem::replace(&mut self.others_of, now);
-        if was.0 != self.others_of.0 {
-            self.others = Recent::default();
-        }
-        let new = model.vms.iter().filter(|v| !v.outside && !was.1.contains(&v.id));
-        self.others.lower(model.at, FOUND_MS, new.filter_map(|v| v.resident).sum());
-        let all_known = model.vms.iter().all(|v| v.outside || v.resident.is_some());
-        if model.host.known && all_known && was == self.others_of {
-            self.others.see(model.at, model.others());
-        }
+        let kept = self.limits.iter().filter(kept).map(absent);
+        self.limits = now.iter().map(one).chain(kept).collect();
     }
 
     /// Takes in what was decided and the results.
@@ -419,9 +390,7 @@ impl Memory {
             self.state_since = model.at;
         }
         self.vmstat = model.host.vmstat;
-        self.urgency = model.host.shown.urgency;
         self.see_limits(model);
-        self.see_others(model);
         let beyond = |r: &Stage| r.name == StageName::Offload && r.missing > Bytes::ZERO;
         let beyond = plan.stages.iter().any(beyond);
         self.beyond_since = beyond.then(|| self.beyond_since.unwrap_or(model.at));

@@ -1,5 +1,6 @@
 //! Records and handed-over states keep the names that fields had when they were first written.
 
+use ebb_core::model::Pressure;
 use ebb_core::plan::ScanOrder;
 use ebb_core::policy::merge::{BurstMemory, MergeCounts, MergeMemory, VmMergeMemory};
 use ebb_core::sample::{HostSample, LimitSample, ScanSample};
@@ -41,4 +42,16 @@ fn renamed_fields_are_in_json_as_they_were() {
     is_kept(&VmMergeMemory { counts, ..Default::default() }, &json!({ "seen": counts }));
     let footprint = Some(Footprint::default());
     is_kept(&VmMemory { footprint, ..VmMemory::default() }, &json!({ "seen": footprint }));
+}
+
+#[test]
+fn what_is_not_remembered_any_more_does_not_keep_an_older_hand_over_from_being_read() {
+    let ordered = json!({ "partial_thp": { "at": 7, "inflated": 9 } });
+    let vm = json!({ "id": { "pid": 1, "start": 1 }, "inflated": 9, "ordered": ordered });
+    let was = json!({
+        "state": "hard", "vms": [vm], "urgency": 0.5, "others": [[1000, 7]],
+        "others_of": ["host", [{ "pid": 1, "start": 1 }]], "bounds": [],
+    });
+    let memory: Memory = serde_json::from_value(was).unwrap();
+    assert_eq!((memory.state, memory.vms[0].inflated.0), (Pressure::Hard, 9));
 }

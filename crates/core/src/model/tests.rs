@@ -8,7 +8,7 @@ use crate::sample::{
     BalloonSample, Claim, GuestStats, HostSample, LimitSample, Link, Meminfo, ProcessMemory, Psi,
     PsiLine, RunState, SwapArea, VmId, Vmstat,
 };
-use crate::state::{Doubt, Owned, OwnedVm};
+use crate::state::{Doubt, LimitMemory, Owned, OwnedVm};
 
 const GIB: u64 = 1024;
 
@@ -39,8 +39,14 @@ fn host(sample: &Sample) -> HostModel {
     Model::new(&Config::default(), sample, &Memory::default()).host
 }
 
+/// What is remembered of the machine where it was in this state.
+fn host_was(state: Pressure) -> LimitMemory {
+    LimitMemory { name: "host".into(), state, ..LimitMemory::default() }
+}
+
 fn state(sample: &Sample, before: Pressure) -> Pressure {
-    let memory = Memory { state: before, at: Some(Stamp(4_000)), ..Memory::default() };
+    let limits = vec![host_was(before)];
+    let memory = Memory { limits, at: Some(Stamp(4_000)), ..Memory::default() };
     Model::new(&Config::default(), sample, &memory).host.shown.state
 }
 
@@ -286,8 +292,9 @@ fn an_unreadable_host_takes_nothing() {
     let process = Some(ProcessMemory { anon: Bytes::gib(4), ..ProcessMemory::default() });
     let vm = VmSample { process, ..running(4 * GIB, 4 * GIB, Some(3 * GIB)) };
     let sample = Sample { at: Stamp(10_000), vms: vec![vm], ..Sample::default() };
-    let mut memory =
-        Memory { at: Some(Stamp(9_000)), state: Pressure::Critical, ..Memory::default() };
+    let state = Pressure::Critical;
+    let (at, limits) = (Some(Stamp(9_000)), vec![host_was(state)]);
+    let mut memory = Memory { at, state, limits, ..Memory::default() };
     memory.observe(&sample);
     let model = Model::new(&Config::default(), &sample, &memory);
     assert_eq!(model.vms[0].standing, Standing::Ready);

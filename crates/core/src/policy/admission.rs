@@ -298,6 +298,7 @@ mod tests {
     use crate::config::Config;
     use crate::model::{GuestModel, MergeVm, Trust};
     use crate::sample::{AgentSample, HostSample, KsmStat, Meminfo, MergeSample, Sample, VmId};
+    use crate::state::LimitMemory;
     use crate::units::{PAGE, Stamp};
 
     #[test]
@@ -447,8 +448,9 @@ mod tests {
         let supply = Supply { others: Bytes::mib(3000), ..supply_of(5000, vec![]) };
         let a = admit(&supply, &ask(1000, 1));
         assert!(!a.yes && a.why.contains("its other processes used"), "{}", a.why);
-        let mut memory = Memory::default();
-        memory.others.see(Stamp(1_000), Bytes::gib(3));
+        let mut limit = LimitMemory::default();
+        limit.others.see(Stamp(1_000), Bytes::gib(3));
+        let memory = Memory { limits: vec![limit], ..Memory::default() };
         assert_eq!(super::supply(&Model::default(), &memory).others, Bytes::gib(3));
     }
 

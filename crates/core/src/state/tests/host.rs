@@ -146,7 +146,7 @@ fn what_a_vm_holds_that_comes_or_goes_is_not_taken_for_others() {
     let mut others = |at: u64, vms: Vec<VmSample>| {
         // 6 GiB are used by VMs, or by one that is not seen any more.
         tick(&mut memory, &with_left(gib(10), sample(at, vms)));
-        memory.others.highest()
+        memory.past("host").map_or(Bytes::ZERO, |past| past.2.highest())
     };
     let vm = |resident: Option<Bytes>| {
         let process = resident.map(|anon| ProcessMemory { anon, ..ProcessMemory::default() });

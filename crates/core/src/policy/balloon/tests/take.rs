@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::sample::AgentSample;
-use crate::state::Left;
+use crate::state::{Left, LimitMemory};
 
 fn without_swap(mut host: HostModel) -> HostModel {
     host.limits.clear();
@@ -340,7 +340,9 @@ fn what_others_than_vms_used_lately_counts_as_a_guests_peak_does() {
         let (one, m) = at_its_peak(1, 300_000);
         let mut host = limited(host(Pressure::Critical, 0, 0), 500, 2000);
         host.shown.capacity = Bytes::mib(500 + 700 + 100);
-        let memory = Memory { others: needed(peak, 60_000), ..memory(vec![m]) };
+        let (name, others) = ("host".into(), needed(peak, 60_000));
+        let limits = vec![LimitMemory { name, others, ..LimitMemory::default() }];
+        let memory = Memory { limits, ..memory(vec![m]) };
         taken(&balloon(&model(host, vec![one]), &memory, &[], &[]).verdicts, 0)
     };
     assert_eq!(ask(100), 0);
