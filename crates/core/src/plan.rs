@@ -25,7 +25,6 @@ pub struct Plan {
     #[serde(flatten)]
     pub orders: Orders,
     /// Merging; absent where it is off.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergePlan>,
     /// VMs that nothing is done about, and why; same order as the sample's.
     pub held: Vec<Held>,
@@ -51,25 +50,20 @@ pub struct Stage {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct MergePlan {
     /// What `ksmd` is to do; `None`: KSM is not Ebb's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ksmd: Option<KsmdOrder>,
     /// VMs to open to KSM, or to close.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vms: Vec<MergeOrder>,
     /// VMs whose agents open to KSM the ranges that the last scan found worth it. All
     /// other agents close theirs.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranged: Vec<VmId>,
     /// VMs whose agents leave open what is: there is no room to break what is merged of them.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub kept: Vec<VmId>,
     /// VMs whose memory is to be scanned now.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanOrder>,
     /// Cores that a scan which is under way may use from now on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan_cores: Option<f64>,
     pub why: String,
 }
@@ -111,7 +105,6 @@ fn one() -> u32 {
 #[serde(deny_unknown_fields)]
 pub struct MergeWish {
     /// Of this VM; `None`: of all.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<String>,
     /// Whether to merge.
     pub on: bool,
@@ -234,10 +227,8 @@ impl fmt::Display for Reason {
 #[serde(deny_unknown_fields)]
 pub struct Reclaim {
     /// Of this VM; `None`: of all.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<String>,
     /// How much in all; `None`: all that is idle.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<Bytes>,
 }
 

@@ -45,7 +45,6 @@ pub struct Sample {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
     /// The VM concerned, or `None` for the host.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<VmId>,
     /// The file, socket or command, e.g. `/proc/meminfo` or `qmp query-balloon`.
     pub source: String,

@@ -68,7 +68,6 @@ pub struct Memory {
     pub notified: Option<(Stamp, Pressure)>,
     pub merge: MergeMemory,
     /// VMs that the operator took out of KSM, by name: one may be started again.
-    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub merge_off: BTreeSet<String>,
 }
 
@@ -132,23 +131,18 @@ pub struct OwnedVm {
     pub name: String,
     /// The QMP socket over which it was heard last: a configuration that cannot be read any
     /// more does not tell.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<String>,
     /// What the balloon holds that Ebb did not order: all beyond that is owed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub others: Option<Bytes>,
     /// What QEMU may have been told by Ebb that the balloon shall hold.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ordered: Option<Bytes>,
     /// The most that it may come to hold by this order or earlier ones. Older versions do not
     /// tell.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub most: Option<Bytes>,
     /// QEMU may not have the last order: its answer was lost.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unsure: bool,
     /// The size that is owed, as older versions wrote it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub baseline: Option<Bytes>,
 }
 

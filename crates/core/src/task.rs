@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(serde_json::from_str::<Plan>(&was).unwrap(), plan);
         let value = serde_json::to_value(&plan).unwrap();
         let keys: Vec<&String> = value.as_object().unwrap().keys().collect();
-        assert_eq!(keys, ["actions", "held", "offload", "partial_thp"]);
+        assert_eq!(keys, ["actions", "held", "merge", "offload", "partial_thp"]);
         let done = PartialThpSample { freed: Bytes(u64::MAX), ..PartialThpSample::default() };
         let tasks = Tasks { partial_thp: Some(done), ..Tasks::default() };
         let vm = VmSample { id: VM, tasks, ..VmSample::default() };

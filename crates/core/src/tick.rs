@@ -91,7 +91,6 @@ pub struct Tick {
     pub outcomes: Vec<Outcome>,
     pub applied: bool,
     /// Why takes were struck from the plan, if they were.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub forbidden: Option<String>,
 }
 

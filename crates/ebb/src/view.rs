@@ -126,7 +126,6 @@ view! {
 #[serde(default)]
 Problem(p: &sample::Problem, model: &Model):
     /// The VM's name, where it is about one.
-    #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String> = p.vm.and_then(|id| Some(model.vm(id)?.name.clone()));
     #[serde(deserialize_with = "lenient", skip_serializing_if = "Option::is_none")]
     vm: Option<VmId> = p.vm;
@@ -200,7 +199,6 @@ Host(
     /// What VMs that have just started may still take.
     starting: Bytes = h.shown.promised;
     /// What in the configuration cannot work out.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String> = h.warnings.clone();
     /// Stage by stage: what each mechanism is to bring, and has brought so far.
     #[serde(deserialize_with = "lenient_list")]
@@ -272,7 +270,6 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, decided: &DecidedByVm<'_>, remembered
     /// In the host's swap.
     swap: Option<Bytes> = m.swap;
     /// Why none of its memory is taken with the balloon.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pinned: Option<String> = m.pinned.clone().or(s.no_room.clone());
     /// What it holds of pools of huge pages, which is not resident by the kernel's count.
     #[serde(skip_serializing_if = "ebb_core::sample::is_default")]
@@ -297,7 +294,6 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, decided: &DecidedByVm<'_>, remembered
     shared: Option<SharedSocket> = s.shared.clone();
     cgroup: Option<String> = s.cgroup.clone();
     /// Of several limits above it the one in the worst state.
-    #[serde(skip_serializing_if = "Option::is_none")]
     bound: Option<String> = None;
     /// Whether it can be acted upon.
     #[serde(deserialize_with = "lenient")]

@@ -51,7 +51,6 @@ pub struct Limit {
     /// `host`, the cgroup's path, or `node 0`.
     pub name: String,
     /// NUMA nodes; empty where it is none of theirs.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<u32>,
     /// All that there is.
     pub capacity: Bytes,
@@ -79,10 +78,8 @@ pub struct Limit {
     /// How many VMs are below it.
     pub vms: usize,
     /// It only bounds what VMs are given: others would take what its VMs give.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub only_caps: bool,
     /// The configuration names it (`host.cgroup`).
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub is_named: bool,
     /// What made its state, for people.
     pub why: String,

@@ -190,7 +190,6 @@ pub struct BurstMemory {
     /// The plan whose burst ended last.
     pub done: u64,
     /// What that burst was to save.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub done_of: Option<Bytes>,
     /// Nothing before this, whatever is planned.
     pub hold_until: Option<Stamp>,

@@ -9,6 +9,7 @@ use super::{Ksm, ScanSample};
 use crate::units::Bytes;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct HostSample {
     /// `/proc/meminfo`.
     pub memory: Option<Meminfo>,
@@ -17,41 +18,32 @@ pub struct HostSample {
     /// `/proc/vmstat`, the counters that tell of paging.
     pub vmstat: Option<Vmstat>,
     /// `/proc/swaps`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub swaps: Vec<SwapArea>,
     /// `/sys/kernel/mm/ksm`; absent where KSM is not built in.
     pub ksm: Option<Ksm>,
     /// The daemon's scanner of equal pages, where merging is not off.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanSample>,
     /// How zero pages can be freed here; `None` where that is not wanted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zeros: Option<ZeroWays>,
     /// ZFS's cache and the least it shrinks to (`arcstats` size, c_min). It
     /// counts as used in MemAvailable though most of it can be had.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zfs_arc: Option<ZfsArc>,
     /// The memory cgroup with a limit that holds for most VMs, if any.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<LimitSample>,
     /// All other cgroups with a limit that a VM is below, and the NUMA nodes to which VMs are
     /// bound.
-    #[serde(default, skip_serializing_if = "Vec::is_empty", rename = "bounds")]
+    #[serde(rename = "bounds")]
     pub other_limits: Vec<LimitSample>,
     /// Pressure in the deepest cgroup that holds all VMs, where it has a pressure file
     /// (v2) and is not the whole machine; limited or not.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vms_psi: Option<Psi>,
     /// zswap is on: part of what is swapped out stays in memory, compressed.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub zswap: bool,
     /// Notifications of cgroup v1's `memory.pressure_level` since the last
     /// sample; `None` where nothing is registered (v2 has PSI instead).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmpressure: Option<VmPressure>,
     /// What it takes to touch a MiB of new memory, microseconds, as measured here: the price
     /// of what a guest takes back.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub touch_us: Option<u32>,
 }
 
@@ -122,7 +114,6 @@ pub struct Vmstat {
     /// `workingset_refault_anon` + `workingset_refault_file`, pages.
     pub refaults: u64,
     /// `cow_ksm`: merged pages that were copied because of a write (5.19+).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cow_ksm: Option<u64>,
 }
 
@@ -136,7 +127,6 @@ pub struct SwapArea {
     /// Priority, as the kernel prints it.
     pub priority: i64,
     /// Of a zram device: what it holds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zram: Option<Zram>,
 }
 
@@ -180,7 +170,6 @@ pub struct LimitSample {
     pub swap: Option<Bytes>,
     /// Swap that the subtree may still use by its own limit, and of the pool by those above it;
     /// `None`: no limit, or not accounted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub swap_left: Option<Bytes>,
     /// `oom_kill` events in the subtree.
     pub oom_kills: Option<u64>,

@@ -26,25 +26,20 @@ pub struct Ksm {
     /// `general_profit`, bytes, signed as the kernel has it (6.4+).
     pub general_profit: Option<i64>,
     /// `pages_scanned` (6.6+).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pages_scanned: Option<u64>,
     /// `pages_skipped`, by `smart_scan` (6.7+).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pages_skipped: Option<u64>,
     /// `stable_node_chains`: contents with more copies than one page may have.
     pub chains: u64,
     /// `stable_node_dups`: pages kept because of that.
     pub chain_pages: u64,
     /// CPU time of `ksmd`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_ms: Option<u64>,
     /// A `ksmtuned` that sets the same knobs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ksmtuned: Option<u32>,
     /// Places that map a merged page, of the processes that there are (6.1+). The counters
     /// above keep those of a process that has ended until `ksmd` comes by its pages, which
     /// it does not while it is stopped.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mapped: Option<u64>,
 }
 
@@ -109,10 +104,8 @@ pub struct ScanSample {
     #[serde(rename = "looks_since")]
     pub spot_checks_since: u32,
     /// What has changed since the last scan, as the last spot check estimates it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changed: Option<Bytes>,
     /// Why there was none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 

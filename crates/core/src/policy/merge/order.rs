@@ -58,7 +58,6 @@ pub struct MergeMemory {
     /// When a scan was ordered last.
     pub scan: Option<Stamp>,
     /// Since when there has been a VM to scan.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub wanted: Option<Stamp>,
     /// Scans that were finished when last looked at.
     pub scans: u64,
