@@ -188,7 +188,6 @@ pub(crate) fn agent(
                     protocol: PROTOCOL,
                     version: "0".into(),
                     pid: std::process::id(),
-                    kernel: Default::default(),
                     advises: false,
                     hashes: false,
                     wants_descriptor,

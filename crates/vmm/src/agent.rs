@@ -187,9 +187,8 @@ impl Agent {
             protocol: PROTOCOL,
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
-            kernel: crate::ram::kernel_parts(),
             advises: true,
-            hashes: crate::ram::kernel_parts().pagemap_scan,
+            hashes: crate::ram::pagemap().is_some(),
             wants_descriptor: Uffd::open(None, false).is_err(),
         }
     }

@@ -191,14 +191,7 @@ impl Tracker {
     pub fn module(&self) -> Option<Module> {
         let At::Ready(live) = &self.at else { return None };
         let h = &live.header;
-        Some(Module {
-            version: h.module_version.clone(),
-            linux: h.linux(),
-            gpa: h.gpa,
-            order: h.order,
-            map_pages: live.layout.pages.len() as u32,
-            faulty: h.features & 1 != 0,
-        })
+        Some(Module { version: h.module_version.clone(), linux: h.linux() })
     }
 
     /// How soon [`Tracker::step`] has something to do.

@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 
 use ebb_core::mapping::Mapping;
 use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE};
-use ebb_core::wire::{KernelParts, Segment};
+use ebb_core::wire::Segment;
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, major, minor, stat};
 
 use crate::sys::{self, Range};
@@ -278,14 +278,8 @@ fn not_begun(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EPERM | libc::ENOSYS))
 }
 
-/// What the kernel offers and is used where it does.
-pub fn kernel_parts() -> KernelParts {
-    let process_madvise = sys::discard_all_probe().is_some();
-    KernelParts { process_madvise, pagemap_scan: pagemap().is_some() }
-}
-
 /// Our own page map, if it can be scanned (Linux 6.7).
-fn pagemap() -> Option<File> {
+pub(crate) fn pagemap() -> Option<File> {
     let page = sys::Mapping::anonymous(PAGE as usize).ok()?;
     let range = Range { start: page.address(), len: PAGE };
     let file = File::open("/proc/self/pagemap").ok()?;

@@ -89,14 +89,10 @@ pub struct Header {
     pub fixed: [u8; STATIC_BYTES],
     /// For beats and answers.
     pub key: u64,
-    /// Smallest recorded block, as an order.
-    pub order: u32,
     /// No pfn from here on is covered.
     pub pfn_limit: u64,
     /// `KERNEL_VERSION(a, b, 0)`.
     pub linux_version: u32,
-    /// Bit 0: a test build that may lie.
-    pub features: u32,
     /// Printable part of the module's version.
     pub module_version: String,
     /// A page that the kernel never writes to, because the module keeps it or firmware does;
@@ -215,10 +211,8 @@ impl Header {
             gpa,
             fixed,
             key: u64_at(bytes, 40),
-            order,
             pfn_limit,
             linux_version: u32_at(bytes, 80),
-            features: u32_at(bytes, 84),
             module_version: text.map(|b| *b as char).collect(),
             kept_gpa: u64_at(bytes, 112),
             live: LivePart::parse(bytes),

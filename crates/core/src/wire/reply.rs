@@ -54,8 +54,6 @@ pub struct Hello {
     /// Of the agent.
     pub version: String,
     pub pid: u32,
-    /// What of the kernel it uses.
-    pub kernel: KernelParts,
     /// It knows [`Command::Advise`].
     #[serde(default)]
     pub advises: bool,
@@ -66,16 +64,6 @@ pub struct Hello {
     /// descriptor of `/dev/userfaultfd`.
     #[serde(default)]
     pub wants_descriptor: bool,
-}
-
-/// What the kernel has, and the agent therefore uses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct KernelParts {
-    /// Vectored discards (6.13).
-    pub process_madvise: bool,
-    /// Which pages are held (6.7); else `mincore`.
-    pub pagemap_scan: bool,
 }
 
 /// How far the agent has come with its VM.
@@ -134,13 +122,6 @@ pub struct Module {
     pub version: String,
     /// Kernel series, `6.12`.
     pub linux: String,
-    /// Guest-physical address of its header.
-    pub gpa: u64,
-    /// Smallest block it records, as an order.
-    pub order: u32,
-    pub map_pages: u32,
-    /// A test build that may lie.
-    pub faulty: bool,
 }
 
 /// Since `attach`.

@@ -71,14 +71,25 @@ fn every_command_survives_its_line() {
 }
 
 #[test]
+fn the_hello_of_an_earlier_agent_is_read() {
+    let line = br#"{"id":1,"ok":{"answer":"hello","protocol":2,"version":"0","pid":9,
+        "kernel":{"process_madvise":true,"pagemap_scan":true}}}"#;
+    let reply = Reply::parse(line).unwrap();
+    assert!(matches!(reply.result, ReplyResult::Ok(Answer::Hello(h)) if h.pid == 9 && !h.hashes));
+}
+
+#[test]
 fn texts_of_an_agent_are_fit_to_be_shown() {
     let long = "x".repeat(5000);
     for line in [
         r#"{"id":1,"error":{"kind":"aside","text":"\u001b[2Jgone\n"}}"#.to_string(),
         format!(r#"{{"id":1,"error":{{"kind":"aside","text":"{long}"}}}}"#),
         r#"{"id":1,"ok":{"answer":"status","why":"\u001b]0;x\u0007"}}"#.into(),
+        // As earlier agents say it.
         r#"{"id":1,"ok":{"answer":"status","module":{"version":"\u001b","linux":"\u0000","gpa":0,
             "order":0,"map_pages":0,"faulty":false}}}"#
+            .into(),
+        r#"{"id":1,"ok":{"answer":"status","module":{"version":"\u001b","linux":"\u0000"}}}"#
             .into(),
         r#"{"id":1,"ok":{"answer":"\u001b[2J"}}"#.into(),
     ] {
