@@ -28,8 +28,8 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most shared sockets that [`poll_all`] is connected to at a time: each is left sooner.
 const MOST_VISITS: usize = 32;
 
-/// A QMP connection on a Unix socket. Nothing blocks except [`Client::connect`] and
-/// [`Client::execute`], and those not past their timeout.
+/// A QMP connection on a Unix socket. Nothing blocks except [`Client::execute`], and that not
+/// past its timeout.
 #[derive(Debug)]
 pub struct Client {
     path: PathBuf,
@@ -75,19 +75,6 @@ impl Client {
     /// Whether it speaks with QEMU itself, over the socket at its path.
     pub fn is_direct(&self) -> bool {
         self.words.is_none()
-    }
-
-    /// Connects and negotiates, at most `timeout` long.
-    pub fn connect(path: impl Into<PathBuf>, timeout: Duration) -> Result<Client, QmpError> {
-        let mut client = Client::new(path);
-        let until = Instant::now() + timeout;
-        client.wait(until, |p| p.state() == State::Ready)?.then_some(()).ok_or_else(
-            || match client.state() {
-                State::Greeting => client.taken(timeout),
-                _ => client.timed_out("qmp_capabilities", timeout),
-            },
-        )?;
-        Ok(client)
     }
 
     pub fn path(&self) -> &Path {
@@ -203,34 +190,22 @@ impl Client {
     ) -> Result<Value, QmpError> {
         let id = self.send(command, arguments)?;
         let until = Instant::now() + timeout;
-        // A failure of the connection is the answer too: it is in `replies`.
-        let _ = self.wait(until, |p| p.replies.contains_key(&id));
-        self.take_reply(id).unwrap_or_else(|| {
-            self.protocol.forget(id);
-            Err(self.timed_out(command, timeout))
-        })
-    }
-
-    /// Pumps until `done` (true), `until` (false), or failure.
-    fn wait(&mut self, until: Instant, done: impl Fn(&Protocol) -> bool) -> Result<bool, QmpError> {
         loop {
             self.pump();
-            if done(&self.protocol) {
-                return Ok(true);
-            }
-            if let Some(error) = self.failure() {
-                return Err(error.clone());
+            // A failure of the connection is the answer, too.
+            if let Some(answer) = self.take_reply(id) {
+                return answer;
             }
             if Instant::now() >= until {
-                return Ok(false);
+                self.protocol.forget(id);
+                let ms = timeout.as_millis() as u64;
+                return Err(match self.state() {
+                    State::Greeting => self.taken(timeout),
+                    _ => QmpError::Timeout(self.named(), command.to_owned(), ms),
+                });
             }
             poll_once(&[self], until, |_| true);
         }
-    }
-
-    fn timed_out(&self, what: &str, timeout: Duration) -> QmpError {
-        let ms = timeout.as_millis() as u64;
-        QmpError::Timeout(self.named(), what.to_owned(), ms)
     }
 
     fn taken(&self, silent: Duration) -> QmpError {

@@ -67,7 +67,7 @@ fn with<T>(
     run: impl FnOnce(&mut Client) -> T,
 ) -> T {
     let peer = peer(script);
-    let mut client = Client::connect(&peer.path, 5 * SECOND).unwrap();
+    let mut client = Client::new(&peer.path);
     let result = run(&mut client);
     drop(client);
     peer.thread.join().unwrap();
@@ -176,10 +176,10 @@ fn an_error_reply_leaves_the_connection_usable_and_a_late_one_is_dropped() {
 fn a_socket_that_is_not_there_says_why() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("gone.sock");
-    let error = Client::connect(&path, SECOND).unwrap_err();
+    let error = Client::new(&path).execute("stop", None, SECOND).unwrap_err();
     assert!(matches!(error, QmpError::NoSocket(..)), "{error}");
     drop(UnixListener::bind(&path).unwrap());
-    let error = Client::connect(&path, SECOND).unwrap_err();
+    let error = Client::new(&path).execute("stop", None, SECOND).unwrap_err();
     assert!(matches!(error, QmpError::Refused(..)), "{error}");
     assert!(error.to_string().starts_with(path.to_str().unwrap()), "{error}");
 }
@@ -197,7 +197,7 @@ fn a_path_longer_than_an_address_connects() {
 #[test]
 fn a_peer_that_never_greets_serves_somebody_else() {
     let peer = peer(|p| drop(p.hear()));
-    let error = Client::connect(&peer.path, Duration::from_millis(50)).unwrap_err();
+    let error = Client::new(&peer.path).execute("stop", None, SECOND / 20).unwrap_err();
     assert!(matches!(error, QmpError::Taken(..)), "{error}");
     assert!(error.to_string().contains("one client per QMP socket"), "{error}");
     peer.thread.join().unwrap();
@@ -217,8 +217,8 @@ fn one_hung_peer_does_not_delay_the_others() {
         }
         p.hear();
     });
-    let mut slow = Client::connect(&silent.path, 5 * SECOND).unwrap();
-    let mut fast = Client::connect(&prompt.path, 5 * SECOND).unwrap();
+    let mut slow = Client::new(&silent.path);
+    let mut fast = Client::new(&prompt.path);
     let (hung, answered) = (slow.send("a", None).unwrap(), fast.send("a", None).unwrap());
     let until = Instant::now() + Duration::from_millis(300);
     assert_eq!(poll_all(&mut [&mut slow, &mut fast], until), 1);

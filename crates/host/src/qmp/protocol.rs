@@ -122,7 +122,7 @@ pub struct Protocol {
     early: BTreeMap<u64, Vec<u8>>,
     next_id: u64,
     pending: BTreeMap<u64, Pending>,
-    pub(super) replies: BTreeMap<u64, (Result<Value, QmpError>, usize)>,
+    replies: BTreeMap<u64, (Result<Value, QmpError>, usize)>,
     reply_bytes: usize,
     events: VecDeque<Event>,
     /// Connections come and go: what is to be sent goes out in one piece.

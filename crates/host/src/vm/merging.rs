@@ -364,7 +364,7 @@ mod tests {
             }))
         };
         let peer = std::thread::spawn(move || qmp(listener.accept().unwrap().0, says));
-        let mut client = Client::connect(&path, Duration::from_secs(20)).unwrap();
+        let mut client = Client::new(&path);
         let result = run(&mut client, &|| *mark.lock().unwrap());
         drop(client);
         peer.join().unwrap();
