@@ -34,7 +34,7 @@ const MOST_VISITS: usize = 32;
 pub struct Client {
     path: PathBuf,
     socket: Option<OwnedFd>,
-    /// The state machine, for what needs no socket.
+    /// The state machine: what it is to send, [`Client::pump`] writes.
     pub protocol: Protocol,
     opened: Instant,
     /// When QEMU last said anything, or when the connection was made.
@@ -49,7 +49,7 @@ pub struct Client {
 pub(crate) type Words = Arc<OnceLock<String>>;
 
 impl Client {
-    /// Starts to connect; a failure shows in [`Client::state`].
+    /// Starts to connect; a failure shows in [`Protocol::state`].
     pub fn new(path: impl Into<PathBuf>) -> Client {
         let mut client = Client::without(path.into(), Protocol::new);
         match open_socket(&client.path) {
@@ -85,14 +85,6 @@ impl Client {
         self.path.display().to_string()
     }
 
-    pub fn state(&self) -> State {
-        self.protocol.state()
-    }
-
-    pub fn failure(&self) -> Option<&QmpError> {
-        self.protocol.failure()
-    }
-
     /// The process that opened the listening socket (`SO_PEERCRED`); `None`
     /// when not connected.
     pub fn peer_pid(&self) -> Option<u32> {
@@ -112,19 +104,6 @@ impl Client {
         self.socket.as_ref().map(AsFd::as_fd)
     }
 
-    /// See [`Protocol::send`]. Written by the next [`Client::pump`].
-    pub fn send(&mut self, command: &str, arguments: Option<Value>) -> Result<u64, QmpError> {
-        self.protocol.send(command, arguments)
-    }
-
-    pub fn take_reply(&mut self, id: u64) -> Option<Result<Value, QmpError>> {
-        self.protocol.take_reply(id)
-    }
-
-    pub fn take_events(&mut self) -> Vec<Event> {
-        self.protocol.take_events()
-    }
-
     /// All reading and writing that is possible without blocking, up to
     /// 4 MiB read.
     pub fn pump(&mut self) {
@@ -137,14 +116,14 @@ impl Client {
         self.visit();
         self.write_some();
         self.tidy();
-        if self.state() == State::Greeting && !self.is_shared() {
+        if self.protocol.state() == State::Greeting && !self.is_shared() {
             let silent = self.opened.elapsed();
             if silent >= GREETING_TIMEOUT {
                 let error = self.taken(silent);
                 self.protocol.fail(error);
             }
         }
-        if self.state() == State::Failed {
+        if self.protocol.state() == State::Failed {
             self.close();
         }
     }
@@ -188,18 +167,18 @@ impl Client {
         arguments: Option<Value>,
         timeout: Duration,
     ) -> Result<Value, QmpError> {
-        let id = self.send(command, arguments)?;
+        let id = self.protocol.send(command, arguments)?;
         let until = Instant::now() + timeout;
         loop {
             self.pump();
             // A failure of the connection is the answer, too.
-            if let Some(answer) = self.take_reply(id) {
+            if let Some(answer) = self.protocol.take_reply(id) {
                 return answer;
             }
             if Instant::now() >= until {
                 self.protocol.forget(id);
                 let ms = timeout.as_millis() as u64;
-                return Err(match self.state() {
+                return Err(match self.protocol.state() {
                     State::Greeting => self.taken(timeout),
                     _ => QmpError::Timeout(self.named(), command.to_owned(), ms),
                 });

@@ -191,7 +191,7 @@ fn a_path_longer_than_an_address_connects() {
     std::fs::create_dir(&deep).unwrap();
     std::os::unix::fs::symlink(&deep, dir.path().join("s")).unwrap();
     let _listener = UnixListener::bind(dir.path().join("s/q")).unwrap();
-    assert_eq!(Client::new(deep.join("q")).state(), State::Greeting);
+    assert_eq!(Client::new(deep.join("q")).protocol.state(), State::Greeting);
 }
 
 #[test]
@@ -219,15 +219,19 @@ fn one_hung_peer_does_not_delay_the_others() {
     });
     let mut slow = Client::new(&silent.path);
     let mut fast = Client::new(&prompt.path);
-    let (hung, answered) = (slow.send("a", None).unwrap(), fast.send("a", None).unwrap());
+    let (hung, answered) =
+        (slow.protocol.send("a", None).unwrap(), fast.protocol.send("a", None).unwrap());
     let until = Instant::now() + Duration::from_millis(300);
     assert_eq!(poll_all(&mut [&mut slow, &mut fast], until), 1);
-    assert!(fast.take_reply(answered).unwrap().is_ok() && slow.take_reply(hung).is_none());
+    assert!(
+        fast.protocol.take_reply(answered).unwrap().is_ok()
+            && slow.protocol.take_reply(hung).is_none()
+    );
     // Once forgotten it is not waited for again.
     slow.protocol.forget(hung);
-    let (id, start) = (fast.send("b", None).unwrap(), Instant::now());
+    let (id, start) = (fast.protocol.send("b", None).unwrap(), Instant::now());
     assert_eq!(poll_all(&mut [&mut slow, &mut fast], start + 5 * SECOND), 0);
-    assert!(fast.take_reply(id).unwrap().is_ok() && start.elapsed() < 4 * SECOND);
+    assert!(fast.protocol.take_reply(id).unwrap().is_ok() && start.elapsed() < 4 * SECOND);
     drop((slow, fast));
     silent.thread.join().unwrap();
     prompt.thread.join().unwrap();

@@ -313,7 +313,7 @@ impl Vm {
         let path = self.run_dir.join("lab-qmp.sock");
         let client = held.get_or_insert_with(|| qmp::Client::new(path));
         let answer = client.execute(command, arguments, patient);
-        if client.state() != qmp::State::Ready {
+        if client.protocol.state() != qmp::State::Ready {
             *held = None;
         }
         answer.map_err(error)

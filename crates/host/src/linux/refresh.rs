@@ -140,7 +140,7 @@ impl LinuxHost {
                 return Err("its manager stays connected to it: name a socket of Ebb's own".into());
             }
         };
-        if let Some(error) = client.failure() {
+        if let Some(error) = client.protocol.failure() {
             return Err(error.to_string());
         }
         let pid = client.peer_pid().ok_or("the process behind it is in another pid namespace")?;

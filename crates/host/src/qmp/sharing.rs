@@ -75,7 +75,7 @@ impl Client {
 
     /// Whether QEMU may still be sent what may be late: it is sent as soon as QEMU serves.
     pub fn takes_late(&self) -> bool {
-        self.state().serves() || self.is_shared() && self.state() != State::Failed
+        self.protocol.state().serves() || self.is_shared() && self.protocol.state() != State::Failed
     }
 
     /// Why QEMU did not serve it the last time, and since when.

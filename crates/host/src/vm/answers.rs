@@ -22,7 +22,7 @@ impl Vm {
     pub fn hear(&mut self) -> bool {
         let mut kept = 0;
         for (query, id) in std::mem::take(&mut self.asked) {
-            match self.client.as_mut().and_then(|c| c.take_reply(id)) {
+            match self.client.as_mut().and_then(|c| c.protocol.take_reply(id)) {
                 Some(answer) => self.answer(query, answer),
                 None => {
                     self.asked.push((query, id));
@@ -230,7 +230,7 @@ impl Vm {
 
     pub(super) fn take_events(&mut self) {
         let Some(client) = &mut self.client else { return };
-        for event in client.take_events() {
+        for event in client.protocol.take_events() {
             if qmp_balloon::changes_devices(&event) {
                 self.looked_up = None;
                 self.inventory.look_anew();

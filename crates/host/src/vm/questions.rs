@@ -183,7 +183,7 @@ impl Vm {
 
     pub(super) fn send(&mut self, query: Query, command: &str, arguments: Option<Value>) {
         let Some(client) = &mut self.client else { return };
-        match client.send(command, arguments) {
+        match client.protocol.send(command, arguments) {
             Ok(id) => self.asked.push((query, id)),
             Err(e) => self.answers.problems.push((format!("qmp {command}"), e.to_string())),
         }

@@ -163,7 +163,7 @@ fn the_answer_to_an_order_that_a_later_one_ended_is_not_kept() {
         let last = vm.order(Bytes::mib(400 + size), true).unwrap();
         let answer = within_a_minute(|| {
             vm.client.iter_mut().for_each(Client::pump);
-            vm.client.as_mut().unwrap().take_reply(last)
+            vm.client.as_mut().unwrap().protocol.take_reply(last)
         });
         vm.answered(last, answer.is_ok());
     }
