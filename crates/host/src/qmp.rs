@@ -95,7 +95,7 @@ impl Client {
     pub fn check_peer(&mut self, pid: u32) {
         if let Some(peer) = self.peer_pid().filter(|peer| *peer != pid) {
             let why = format!("served by process {peer}, not by this VM's {pid}");
-            self.protocol.fail(QmpError::Io(self.named(), "peer", why));
+            self.protocol.fail(QmpError::Failed(self.named(), why));
         }
     }
 
@@ -146,7 +146,7 @@ impl Client {
 
     fn closed(&mut self) {
         match self.words.as_ref().and_then(|words| words.get()) {
-            Some(why) => self.protocol.fail(QmpError::Left(self.named(), why.clone())),
+            Some(why) => self.protocol.fail(QmpError::Failed(self.named(), why.clone())),
             None => self.protocol.end_of_file(),
         }
     }
@@ -177,11 +177,11 @@ impl Client {
             }
             if Instant::now() >= until {
                 self.protocol.forget(id);
-                let ms = timeout.as_millis() as u64;
-                return Err(match self.protocol.state() {
-                    State::Greeting => self.taken(timeout),
-                    _ => QmpError::Timeout(self.named(), command.to_owned(), ms),
-                });
+                if self.protocol.state() == State::Greeting {
+                    return Err(self.taken(timeout));
+                }
+                let why = format!("{command}: no answer within {} ms", timeout.as_millis());
+                return Err(QmpError::Failed(self.named(), why));
             }
             poll_once(&[self], until, |_| true);
         }
@@ -190,7 +190,7 @@ impl Client {
     fn taken(&self, silent: Duration) -> QmpError {
         let s = silent.as_secs_f64();
         if !self.is_direct() {
-            return QmpError::Left(self.named(), format!("no answer within {s:.1} s"));
+            return QmpError::Failed(self.named(), format!("no answer within {s:.1} s"));
         }
         let detail =
             format!("no greeting within {s:.1} s: another client is served, or QEMU hangs");
@@ -263,18 +263,28 @@ pub fn interest(client: &Client) -> PollFlags {
     sockets::interest(!client.protocol.outbox.is_empty())
 }
 
-fn io_error(path: &Path, call: &'static str, e: Errno) -> QmpError {
-    QmpError::Io(path.display().to_string(), call, e.to_string())
+fn io_error(path: &Path, call: &str, e: Errno) -> QmpError {
+    QmpError::Failed(path.display().to_string(), format!("{call}: {e}"))
 }
 
 /// A non-blocking connect; Unix sockets connect at once or not at all.
 fn open_socket(path: &Path) -> Result<OwnedFd, QmpError> {
     let named = path.display().to_string();
-    sockets::connect(path).map_err(|e| match e {
-        Errno::NOENT => QmpError::NoSocket(named),
-        Errno::CONNREFUSED => QmpError::Refused(named),
-        Errno::ACCESS | Errno::PERM => QmpError::Denied(named),
-        Errno::AGAIN => QmpError::Taken(named, "the queue of waiting clients is full".into()),
-        e => io_error(path, "connect", e),
+    sockets::connect(path).map_err(|e| {
+        let why = match e {
+            Errno::AGAIN => {
+                return QmpError::Taken(named, "the queue of waiting clients is full".into());
+            }
+            Errno::NOENT => "no such socket: the VM has ended, or its -qmp path is another one",
+            Errno::CONNREFUSED => {
+                "no process listens there: QEMU has ended and left its socket behind, \
+                 or this is not a QMP server socket"
+            }
+            Errno::ACCESS | Errno::PERM => {
+                "permission denied: run Ebb as root or as the owner of the socket"
+            }
+            e => return io_error(path, "connect", e),
+        };
+        QmpError::Failed(named, why.into())
     })
 }

@@ -302,9 +302,9 @@ impl Vm {
         if let Some(client) = &mut self.client
             && self.slow_since.is_some_and(|since| now - since > GIVE_UP)
         {
-            let ms = GIVE_UP.as_millis() as u64;
+            let why = format!("any command: no answer within {} ms", GIVE_UP.as_millis());
             let path = client.path().display().to_string();
-            client.protocol.fail(QmpError::Timeout(path, "any command".into(), ms));
+            client.protocol.fail(QmpError::Failed(path, why));
         }
         self.reap(now);
         if self.client.is_none() && self.retry_at.is_none_or(|at| now >= at) {

@@ -102,7 +102,7 @@ fn a_command_is_answered_across_events_and_odd_pieces() {
         let events = client.protocol.take_events();
         assert_eq!(events[0].name, "RESET");
         let error = client.execute("stop", None, Duration::from_millis(10)).unwrap_err();
-        assert!(matches!(error, QmpError::Timeout(..)), "{error}");
+        assert!(error.to_string().ends_with("stop: no answer within 10 ms"), "{error}");
     });
 }
 
@@ -128,13 +128,13 @@ fn every_bad_answer_has_its_error_and_ends_the_connection() {
             p.hear();
         });
         let text = error.to_string();
-        assert!(matches!(error, QmpError::Garbage(..)) && text.contains(part), "{text}");
-        assert!(text.contains("qmp.sock"), "{text}");
+        assert!(text.contains("qmp.sock: not QMP: ") && text.contains(part), "{text}");
+        assert!(text.ends_with("; connection dropped"), "{text}");
     }
     let error = first_error(|p| {
         let _ = p.stream.write_all(b"{\"return\": \"\xff\", \"id\": 1}\n");
     });
-    assert!(matches!(error, QmpError::Garbage(..)), "{error}");
+    assert!(error.to_string().contains("qmp.sock: not QMP: "), "{error}");
 }
 
 #[test]
@@ -177,10 +177,10 @@ fn a_socket_that_is_not_there_says_why() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("gone.sock");
     let error = Client::new(&path).execute("stop", None, SECOND).unwrap_err();
-    assert!(matches!(error, QmpError::NoSocket(..)), "{error}");
+    assert!(error.to_string().contains(": no such socket: the VM has ended"), "{error}");
     drop(UnixListener::bind(&path).unwrap());
     let error = Client::new(&path).execute("stop", None, SECOND).unwrap_err();
-    assert!(matches!(error, QmpError::Refused(..)), "{error}");
+    assert!(error.to_string().contains(": no process listens there: QEMU has ended"), "{error}");
     assert!(error.to_string().starts_with(path.to_str().unwrap()), "{error}");
 }
 

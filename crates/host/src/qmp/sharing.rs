@@ -141,7 +141,7 @@ impl Client {
                     sharing.missed = Some((now, why.clone()));
                 }
                 self.close();
-                self.protocol.leave(&QmpError::Left(self.named(), why));
+                self.protocol.leave(&QmpError::Failed(self.named(), why));
             }
         }
     }
@@ -155,7 +155,7 @@ impl Client {
             return self.miss(UNSERVED.into());
         }
         self.close();
-        self.protocol.leave(&QmpError::Left(self.named(), "Ebb had to leave it".into()));
+        self.protocol.leave(&QmpError::Failed(self.named(), "Ebb had to leave it".into()));
     }
 
     fn miss(&mut self, why: String) {
