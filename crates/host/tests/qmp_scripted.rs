@@ -109,7 +109,7 @@ fn a_command_is_answered_across_events_and_odd_pieces() {
 #[test]
 fn every_bad_answer_has_its_error_and_ends_the_connection() {
     let cases: [(&str, &str); 9] = [
-        ("hello\n", "no JSON object but “hello·”"),
+        ("hello\n", "no JSON object but “hello ”"),
         ("[1]\n", "no JSON object"),
         ("{\"return\": {}]\n", "expected `,` or `}`"),
         ("{\"a\": \"\u{1}\"}\n", "control character"),

@@ -27,10 +27,9 @@ pub fn read_own_mappings(root: &Root, pid: u32) -> Probed<Vec<Range>> {
 
 /// The mappings of a text, line by line.
 fn mappings(text: &str) -> impl Iterator<Item = Result<Mapping<'_>, ParseError>> {
-    text.lines().enumerate().map(|(i, line)| {
-        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
-        Mapping::parse(line).ok_or_else(bad)
-    })
+    text.lines()
+        .enumerate()
+        .map(|(i, line)| Mapping::parse(line).ok_or_else(|| ParseError::new(i + 1, line)))
 }
 
 /// Parses them (proc(5)): writable and not executable (translated code is), without

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use ebb_core::config::{BY_UUID, by_uuid};
 use ebb_core::sample::VmId;
+use ebb_core::text::printable;
 use serde_json::Value;
 
 use super::managers::is_ebbs;
@@ -125,11 +126,6 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     Some(found)
 }
 
-/// Foreign text as it may be shown: at most `most` characters, none that steers a terminal.
-fn shown(text: &str, most: usize) -> String {
-    text.chars().take(most).map(|c| if c.is_control() { '?' } else { c }).collect()
-}
-
 /// Socket of an agent that was not loaded by `-plugin`, in what a process was
 /// started with (`/proc/PID/environ`): `LD_PRELOAD` names our library, and
 /// `EBB_AGENT_SOCKET` the path.
@@ -147,9 +143,9 @@ impl QemuArgs {
         match option {
             "name" => {
                 let name = Options::parse(value, "guest").get("guest").unwrap_or_default();
-                self.name = Some(shown(&name, MAX_NAME)).filter(|n| !n.is_empty());
+                self.name = Some(printable(&name, MAX_NAME)).filter(|n| !n.is_empty());
             }
-            "uuid" => self.uuid = Some(shown(value, MAX_KIND)),
+            "uuid" => self.uuid = Some(printable(value, MAX_KIND)),
             "qmp" | "qmp-pretty" => monitors.qmp(value),
             "chardev" => monitors.chardevs.push(Options::parse(value, "backend")),
             "mon" => monitors.mon(&Options::parse(value, "chardev")),
@@ -162,7 +158,7 @@ impl QemuArgs {
                 self.hugepages |= options.is_on("hugetlb");
                 let kind = options.get("qom-type").unwrap_or_default();
                 if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
-                    let kind = shown(&kind, MAX_KIND);
+                    let kind = printable(&kind, MAX_KIND);
                     self.pinned = Some(format!("guest memory is encrypted ({kind})"));
                 }
                 // `shm_open`.
@@ -319,7 +315,7 @@ impl Monitors {
         } else if let Some(id) = value.strip_prefix("chardev:") {
             self.ids.push(id.to_owned());
         } else if value != "none" {
-            let kind = shown(value.split([':', ',']).next().unwrap_or(""), 20);
+            let kind = printable(value.split([':', ',']).next().unwrap_or(""), 20);
             self.refused.push(format!("its QMP is on “{kind}”, Ebb needs a Unix socket{ADD}"));
         }
     }
@@ -458,7 +454,7 @@ mod tests {
         assert_eq!((b.name.as_deref(), b.passthrough), (Some("x"), true));
         assert_eq!(b.mem_paths, ["/huge/1"]);
         // The value of another option is not an option.
-        assert_eq!(args(&["-append", "-name", "-name", "a\nb"]).name.as_deref(), Some("a?b"));
+        assert_eq!(args(&["-append", "-name", "-name", "a\nb"]).name.as_deref(), Some("a b"));
     }
 
     #[test]
