@@ -293,7 +293,7 @@ impl LinuxHost {
         }
         if let Some(merger) = &self.merger {
             let left = |id: &&VmId| self.hands_off.left_ms(**id, at).is_some();
-            merger.leave_alone(self.vms.keys().filter(left).copied().collect());
+            merger.readers.leave_alone(self.vms.keys().filter(left).copied().collect());
         }
     }
 
@@ -353,7 +353,7 @@ impl LinuxHost {
             self.background.iter().for_each(|b| b.tell(*id, &mut sample.tasks));
             let busy = vm.shrinks(self.owed.contains(id))
                 || vm.merging.acts()
-                || self.merger.as_ref().is_some_and(|m| m.reads(*id))
+                || self.merger.as_ref().is_some_and(|m| m.readers.reads(*id))
                 || sample.tasks.is_busy();
             sample.hands_off.iter_mut().for_each(|h| h.done &= !busy);
             sample
