@@ -286,7 +286,7 @@ mod tests {
         let vm = |pid: u32, allowed: &str| {
             root.put(format!("/proc/{pid}/status"), format!("Mems_allowed_list:\t{allowed}\n"));
             let process = QemuProcess::plain(VmId { pid, start: 1 }, format!("vm{pid}"));
-            Vm::new(process, 1, Access::default())
+            Vm::new(process, Access::default())
         };
         let (mut bound, mut other, mut free) = (vm(7, "1"), vm(8, "1"), vm(9, "0-1"));
         // Also where there are no memory cgroups.

@@ -135,8 +135,6 @@ pub(crate) struct Vm {
     pub cgroup: Option<String>,
     /// The NUMA nodes that its memory is bound to; empty: it may be on all.
     pub nodes: Vec<u32>,
-    /// Seconds between QEMU's questions to the guest.
-    interval_s: u64,
     pub client: Option<Client>,
     /// When that was begun.
     adopted: Option<Instant>,
@@ -252,13 +250,12 @@ pub(crate) struct Vm {
 }
 
 impl Vm {
-    pub fn new(process: QemuProcess, interval_s: u64, access: Access) -> Vm {
+    pub fn new(process: QemuProcess, access: Access) -> Vm {
         let pid = process.id.pid;
         Vm {
             agent: process.args.agent.clone().map(|path| AgentLink::new(path, pid)),
             watched: Watched::new(process.id),
             process,
-            interval_s,
             access,
             backoff: BACKOFF.0,
             loose: true,
