@@ -38,9 +38,7 @@ fuzz_target!(|data: &[u8]| {
             }
         }
         16 => {
-            for joined in [false, true] {
-                drop(maps::parse_ram_mappings(&text, joined));
-            }
+            drop(maps::parse_ram_mappings(&text));
             drop(maps::parse_own_mappings(&text));
         }
         17 => drop((parse_number::<i64>(&text), unescape_octal(&text))),

@@ -25,27 +25,17 @@ const MAX_OUTBOX: usize = 256 << 10;
 /// Bytes that are parsed at once.
 const MAX_FEED: usize = 4 << 10;
 
-/// What can go wrong, each with what to do about it. The first field is the
-/// socket's path.
+/// What can go wrong, with what to do about it. The first field is the socket's path.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AgentError {
     #[error("{0}: no agent there: the VM was started without libebb_vmm.so, or has ended")]
     None(String),
-    /// EACCES, EPERM.
-    #[error("{0}: permission denied: run Ebb as root or as the VMM's user")]
-    Denied(String),
-    /// Another system call that failed.
-    #[error("{0}: {1}: {2}")]
-    Io(String, &'static str, String),
-    #[error("{0}: the agent closed the connection")]
-    Closed(String),
-    #[error("{0}: not the agent's protocol: {1}; connection dropped")]
-    Garbage(String, String),
-    #[error("{0}: more than {MAX_PENDING} requests without an answer")]
-    Full(String),
     /// The agent said no; the connection is fine.
     #[error("{0}: {1}")]
     Refused(String, Refusal),
+    /// Anything else. With too much under way the connection is fine.
+    #[error("{0}: {1}")]
+    Failed(String, String),
 }
 
 #[derive(Debug, Default)]
@@ -69,7 +59,10 @@ impl Agent {
         let named = path.display().to_string();
         let socket = sockets::connect(&path).map_err(|e| match e {
             Errno::NOENT | Errno::CONNREFUSED => AgentError::None(named),
-            Errno::ACCESS | Errno::PERM => AgentError::Denied(named),
+            Errno::ACCESS | Errno::PERM => {
+                let why = "permission denied: run Ebb as root or as the VMM's user";
+                AgentError::Failed(named, why.into())
+            }
             e => io_error(&path, "connect", e),
         })?;
         Ok(Agent::over(socket, path))
@@ -128,7 +121,8 @@ impl Agent {
         let full = self.pending.len() + self.replies.len() >= MAX_PENDING;
         let taken = descriptor.is_some() && self.descriptor.is_some();
         if full || taken || self.outbox.len() > MAX_OUTBOX {
-            return Err(AgentError::Full(self.named()));
+            let why = format!("more than {MAX_PENDING} requests without an answer");
+            return Err(AgentError::Failed(self.named(), why));
         }
         self.descriptor = descriptor.map(|fd| (self.outbox.len(), fd)).or(self.descriptor.take());
         let id = self.next_id;
@@ -164,7 +158,8 @@ impl Agent {
                     }
                 }
                 if !there {
-                    self.fail(AgentError::Closed(self.named()));
+                    let why = "the agent closed the connection".into();
+                    self.fail(AgentError::Failed(self.named(), why));
                 }
             }
             Err(e) => self.fail(io_error(&self.path, "recv", e)),
@@ -175,7 +170,7 @@ impl Agent {
         let mut replies = Vec::new();
         let fed = self.lines.feed(bytes, |line| replies.push(Reply::parse(line)));
         for reply in replies.into_iter().chain(fed.err().map(Err)) {
-            let error = match reply {
+            let what = match reply {
                 Ok(r) if self.pending.front() == Some(&r.id) => {
                     self.replies.insert(r.id, r.result);
                     self.pending.pop_front();
@@ -183,15 +178,13 @@ impl Agent {
                 }
                 // To a line that it could not read, or before it hangs up.
                 Ok(Reply { result: ReplyResult::Error(no), .. }) => {
-                    AgentError::Refused(self.named(), no)
+                    return self.fail(AgentError::Refused(self.named(), no));
                 }
-                Ok(Reply { id, .. }) => {
-                    let why = format!("an answer to request {id}, which was not asked");
-                    AgentError::Garbage(self.named(), why)
-                }
-                Err(e) => AgentError::Garbage(self.named(), e.0),
+                Ok(Reply { id, .. }) => format!("an answer to request {id}, which was not asked"),
+                Err(e) => e.0,
             };
-            return self.fail(error);
+            let why = format!("not the agent's protocol: {what}; connection dropped");
+            return self.fail(AgentError::Failed(self.named(), why));
         }
     }
 
@@ -209,8 +202,8 @@ impl Agent {
     }
 }
 
-fn io_error(path: &Path, call: &'static str, e: Errno) -> AgentError {
-    AgentError::Io(path.display().to_string(), call, e.to_string())
+fn io_error(path: &Path, call: &str, e: Errno) -> AgentError {
+    AgentError::Failed(path.display().to_string(), format!("{call}: {e}"))
 }
 
 #[cfg(test)]
@@ -257,7 +250,8 @@ mod tests {
         let refused = answer(&mut agent, Command::StandDown).unwrap_err();
         assert!(matches!(&refused, AgentError::Refused(_, r) if r.text == "vfio"), "{refused}");
         thread.join().unwrap();
-        assert!(matches!(answer(&mut agent, Command::Facts), Err(AgentError::Closed(_))));
+        let ended = answer(&mut agent, Command::Facts).unwrap_err().to_string();
+        assert!(ended.ends_with(": the agent closed the connection"), "{ended}");
     }
 
     #[test]
@@ -266,7 +260,7 @@ mod tests {
             let answers: &'static [&'static str] = Box::leak(Box::new([bad]));
             let (mut agent, thread) = scripted(answers);
             let error = answer(&mut agent, STATUS).unwrap_err();
-            assert!(matches!(error, AgentError::Garbage(..)), "{bad}: {error}");
+            assert!(error.to_string().contains(": not the agent's protocol: "), "{bad}: {error}");
             thread.join().unwrap();
         }
         let missing = Agent::connect("/nonexistent/agent").unwrap_err();

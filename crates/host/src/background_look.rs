@@ -19,7 +19,8 @@ impl<T: Send + 'static> BackgroundLook<T> {
         self.0.is_none()
     }
 
-    /// Begins this look unless one is under way, and waits for its end, at most this long.
+    /// Begins this look, and waits for its end, at most this long. One that is under way is not
+    /// waited for again: what it has found by now is taken.
     pub fn look(
         &mut self,
         look: impl FnOnce() -> T + Send + 'static,
@@ -28,7 +29,7 @@ impl<T: Send + 'static> BackgroundLook<T> {
         self.look_then(look, patience, || ())
     }
 
-    /// Begins this look and waits for its end, as [`look`](Self::look); `then` is called when what
+    /// Begins this look or takes the end of another, as [`look`](Self::look); `then` is called when what
     /// was found is there.
     pub fn look_then(
         &mut self,
@@ -36,7 +37,8 @@ impl<T: Send + 'static> BackgroundLook<T> {
         patience: Duration,
         then: impl FnOnce() + Send + 'static,
     ) -> Option<T> {
-        if self.0.is_none() {
+        let begins = self.0.is_none();
+        if begins {
             let (found, answer) = channel();
             let run = move || {
                 let _ = found.send(look());
@@ -45,7 +47,7 @@ impl<T: Send + 'static> BackgroundLook<T> {
             std::thread::Builder::new().name("look".into()).spawn(run).ok()?;
             self.0 = Some(answer);
         }
-        let found = self.0.as_ref()?.recv_timeout(patience);
+        let found = self.0.as_ref()?.recv_timeout(if begins { patience } else { Duration::ZERO });
         if !matches!(found, Err(RecvTimeoutError::Timeout)) {
             self.0 = None;
         }
@@ -55,7 +57,10 @@ impl<T: Send + 'static> BackgroundLook<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
+    use crate::testing::within_a_minute;
 
     #[test]
     fn a_look_that_takes_long_is_not_waited_for_and_comes_later() {
@@ -64,9 +69,11 @@ mod tests {
         let long = Duration::from_secs(60);
         let short = Duration::from_millis(1);
         assert_eq!(beside.look(move || goes_on.recv().map(|()| 1), short), None);
-        assert_eq!(beside.look(|| Ok(2), short), None, "one at a time");
+        let begun = Instant::now();
+        assert_eq!(beside.look(|| Ok(2), long), None, "one at a time");
+        assert!(begun.elapsed() < long, "and only who begins it waits");
         go_on.send(()).unwrap();
-        assert_eq!(beside.look(|| Ok(2), long), Some(Ok(1)));
+        assert_eq!(within_a_minute(|| beside.look(|| Ok(2), long)), Ok(1));
         assert_eq!(beside.look(|| Ok(2), long), Some(Ok(2)));
         let mut beside = BackgroundLook::<u32>::default();
         assert_eq!(beside.look(|| panic!("a fault"), long), None);

@@ -128,9 +128,7 @@ impl MemoryLimits {
             let (its, ids): (_, Vec<VmId>) =
                 (root.clone(), vms.iter().map(|vm| vm.process.id).collect());
             let one = move |id: VmId| (id, numa::read_binding(&its, id.pid, &all));
-            // A look that is under way is waited for no more.
-            let patience = if self.binding.is_idle() { PATIENCE } else { Duration::ZERO };
-            let found = self.binding.look(move || ids.into_iter().map(one).collect(), patience);
+            let found = self.binding.look(move || ids.into_iter().map(one).collect(), PATIENCE);
             let mut found: BTreeMap<_, _> = found.unwrap_or_default();
             for vm in vms.iter_mut() {
                 match found.remove(&vm.process.id) {
@@ -286,7 +284,7 @@ mod tests {
         let vm = |pid: u32, allowed: &str| {
             root.put(format!("/proc/{pid}/status"), format!("Mems_allowed_list:\t{allowed}\n"));
             let process = QemuProcess::plain(VmId { pid, start: 1 }, format!("vm{pid}"));
-            Vm::new(process, 1, Access::default())
+            Vm::new(process, Access::default())
         };
         let (mut bound, mut other, mut free) = (vm(7, "1"), vm(8, "1"), vm(9, "0-1"));
         // Also where there are no memory cgroups.

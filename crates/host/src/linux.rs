@@ -68,8 +68,6 @@ const TOUCH_EVERY: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub struct Options {
     pub root: Root,
-    /// Seconds between QEMU's questions to a guest, at least 1.
-    pub stats_interval_s: u64,
     /// How long all VMs together may take to answer in a tick.
     pub deadline: Duration,
     /// Stall and window of the PSI trigger, microseconds; `None` for no trigger.
@@ -92,7 +90,6 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             root: Root::default(),
-            stats_interval_s: 2,
             deadline: Duration::from_millis(200),
             psi_trigger_us: Some((100_000, 1_000_000)),
             ksm_note: None,
@@ -162,9 +159,8 @@ pub struct LinuxHost {
 impl LinuxHost {
     /// Opens what is kept open. VMs are looked for by the first sample. Fails
     /// only where the system has no file descriptor left.
-    pub fn new(mut options: Options) -> std::io::Result<LinuxHost> {
+    pub fn new(options: Options) -> std::io::Result<LinuxHost> {
         let (hands_off, unread) = HandsOffs::load(options.hands_off.clone(), LinuxHost::now());
-        options.stats_interval_s = options.stats_interval_s.max(1);
         let waker = Waker::new()?;
         let merge = &options.config.merge;
         let merger = options.ksm_note.as_ref().map(|note| {
@@ -293,7 +289,7 @@ impl LinuxHost {
         }
         if let Some(merger) = &self.merger {
             let left = |id: &&VmId| self.hands_off.left_ms(**id, at).is_some();
-            merger.leave_alone(self.vms.keys().filter(left).copied().collect());
+            merger.readers.leave_alone(self.vms.keys().filter(left).copied().collect());
         }
     }
 
@@ -353,7 +349,7 @@ impl LinuxHost {
             self.background.iter().for_each(|b| b.tell(*id, &mut sample.tasks));
             let busy = vm.shrinks(self.owed.contains(id))
                 || vm.merging.acts()
-                || self.merger.as_ref().is_some_and(|m| m.reads(*id))
+                || self.merger.as_ref().is_some_and(|m| m.readers.reads(*id))
                 || sample.tasks.is_busy();
             sample.hands_off.iter_mut().for_each(|h| h.done &= !busy);
             sample

@@ -28,13 +28,13 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most shared sockets that [`poll_all`] is connected to at a time: each is left sooner.
 const MOST_VISITS: usize = 32;
 
-/// A QMP connection on a Unix socket. Nothing blocks except [`Client::connect`] and
-/// [`Client::execute`], and those not past their timeout.
+/// A QMP connection on a Unix socket. Nothing blocks except [`Client::execute`], and that not
+/// past its timeout.
 #[derive(Debug)]
 pub struct Client {
     path: PathBuf,
     socket: Option<OwnedFd>,
-    /// The state machine, for what needs no socket.
+    /// The state machine: what it is to send, [`Client::pump`] writes.
     pub protocol: Protocol,
     opened: Instant,
     /// When QEMU last said anything, or when the connection was made.
@@ -49,7 +49,7 @@ pub struct Client {
 pub(crate) type Words = Arc<OnceLock<String>>;
 
 impl Client {
-    /// Starts to connect; a failure shows in [`Client::state`].
+    /// Starts to connect; a failure shows in [`Protocol::state`].
     pub fn new(path: impl Into<PathBuf>) -> Client {
         let mut client = Client::without(path.into(), Protocol::new);
         match open_socket(&client.path) {
@@ -77,33 +77,12 @@ impl Client {
         self.words.is_none()
     }
 
-    /// Connects and negotiates, at most `timeout` long.
-    pub fn connect(path: impl Into<PathBuf>, timeout: Duration) -> Result<Client, QmpError> {
-        let mut client = Client::new(path);
-        let until = Instant::now() + timeout;
-        client.wait(until, |p| p.state() == State::Ready)?.then_some(()).ok_or_else(
-            || match client.state() {
-                State::Greeting => client.taken(timeout),
-                _ => client.timed_out("qmp_capabilities", timeout),
-            },
-        )?;
-        Ok(client)
-    }
-
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     fn named(&self) -> String {
         self.path.display().to_string()
-    }
-
-    pub fn state(&self) -> State {
-        self.protocol.state()
-    }
-
-    pub fn failure(&self) -> Option<&QmpError> {
-        self.protocol.failure()
     }
 
     /// The process that opened the listening socket (`SO_PEERCRED`); `None`
@@ -116,26 +95,13 @@ impl Client {
     pub fn check_peer(&mut self, pid: u32) {
         if let Some(peer) = self.peer_pid().filter(|peer| *peer != pid) {
             let why = format!("served by process {peer}, not by this VM's {pid}");
-            self.protocol.fail(QmpError::Io(self.named(), "peer", why));
+            self.protocol.fail(QmpError::Failed(self.named(), why));
         }
     }
 
     /// For `poll`; `None` after a failure.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_ref().map(AsFd::as_fd)
-    }
-
-    /// See [`Protocol::send`]. Written by the next [`Client::pump`].
-    pub fn send(&mut self, command: &str, arguments: Option<Value>) -> Result<u64, QmpError> {
-        self.protocol.send(command, arguments)
-    }
-
-    pub fn take_reply(&mut self, id: u64) -> Option<Result<Value, QmpError>> {
-        self.protocol.take_reply(id)
-    }
-
-    pub fn take_events(&mut self) -> Vec<Event> {
-        self.protocol.take_events()
     }
 
     /// All reading and writing that is possible without blocking, up to
@@ -150,14 +116,14 @@ impl Client {
         self.visit();
         self.write_some();
         self.tidy();
-        if self.state() == State::Greeting && !self.is_shared() {
+        if self.protocol.state() == State::Greeting && !self.is_shared() {
             let silent = self.opened.elapsed();
             if silent >= GREETING_TIMEOUT {
                 let error = self.taken(silent);
                 self.protocol.fail(error);
             }
         }
-        if self.state() == State::Failed {
+        if self.protocol.state() == State::Failed {
             self.close();
         }
     }
@@ -180,7 +146,7 @@ impl Client {
 
     fn closed(&mut self) {
         match self.words.as_ref().and_then(|words| words.get()) {
-            Some(why) => self.protocol.fail(QmpError::Left(self.named(), why.clone())),
+            Some(why) => self.protocol.fail(QmpError::Failed(self.named(), why.clone())),
             None => self.protocol.end_of_file(),
         }
     }
@@ -201,42 +167,30 @@ impl Client {
         arguments: Option<Value>,
         timeout: Duration,
     ) -> Result<Value, QmpError> {
-        let id = self.send(command, arguments)?;
+        let id = self.protocol.send(command, arguments)?;
         let until = Instant::now() + timeout;
-        // A failure of the connection is the answer too: it is in `replies`.
-        let _ = self.wait(until, |p| p.replies.contains_key(&id));
-        self.take_reply(id).unwrap_or_else(|| {
-            self.protocol.forget(id);
-            Err(self.timed_out(command, timeout))
-        })
-    }
-
-    /// Pumps until `done` (true), `until` (false), or failure.
-    fn wait(&mut self, until: Instant, done: impl Fn(&Protocol) -> bool) -> Result<bool, QmpError> {
         loop {
             self.pump();
-            if done(&self.protocol) {
-                return Ok(true);
-            }
-            if let Some(error) = self.failure() {
-                return Err(error.clone());
+            // A failure of the connection is the answer, too.
+            if let Some(answer) = self.protocol.take_reply(id) {
+                return answer;
             }
             if Instant::now() >= until {
-                return Ok(false);
+                self.protocol.forget(id);
+                if self.protocol.state() == State::Greeting {
+                    return Err(self.taken(timeout));
+                }
+                let why = format!("{command}: no answer within {} ms", timeout.as_millis());
+                return Err(QmpError::Failed(self.named(), why));
             }
             poll_once(&[self], until, |_| true);
         }
     }
 
-    fn timed_out(&self, what: &str, timeout: Duration) -> QmpError {
-        let ms = timeout.as_millis() as u64;
-        QmpError::Timeout(self.named(), what.to_owned(), ms)
-    }
-
     fn taken(&self, silent: Duration) -> QmpError {
         let s = silent.as_secs_f64();
         if !self.is_direct() {
-            return QmpError::Left(self.named(), format!("no answer within {s:.1} s"));
+            return QmpError::Failed(self.named(), format!("no answer within {s:.1} s"));
         }
         let detail =
             format!("no greeting within {s:.1} s: another client is served, or QEMU hangs");
@@ -309,18 +263,28 @@ pub fn interest(client: &Client) -> PollFlags {
     sockets::interest(!client.protocol.outbox.is_empty())
 }
 
-fn io_error(path: &Path, call: &'static str, e: Errno) -> QmpError {
-    QmpError::Io(path.display().to_string(), call, e.to_string())
+fn io_error(path: &Path, call: &str, e: Errno) -> QmpError {
+    QmpError::Failed(path.display().to_string(), format!("{call}: {e}"))
 }
 
 /// A non-blocking connect; Unix sockets connect at once or not at all.
 fn open_socket(path: &Path) -> Result<OwnedFd, QmpError> {
     let named = path.display().to_string();
-    sockets::connect(path).map_err(|e| match e {
-        Errno::NOENT => QmpError::NoSocket(named),
-        Errno::CONNREFUSED => QmpError::Refused(named),
-        Errno::ACCESS | Errno::PERM => QmpError::Denied(named),
-        Errno::AGAIN => QmpError::Taken(named, "the queue of waiting clients is full".into()),
-        e => io_error(path, "connect", e),
+    sockets::connect(path).map_err(|e| {
+        let why = match e {
+            Errno::AGAIN => {
+                return QmpError::Taken(named, "the queue of waiting clients is full".into());
+            }
+            Errno::NOENT => "no such socket: the VM has ended, or its -qmp path is another one",
+            Errno::CONNREFUSED => {
+                "no process listens there: QEMU has ended and left its socket behind, \
+                 or this is not a QMP server socket"
+            }
+            Errno::ACCESS | Errno::PERM => {
+                "permission denied: run Ebb as root or as the owner of the socket"
+            }
+            e => return io_error(path, "connect", e),
+        };
+        QmpError::Failed(named, why.into())
     })
 }

@@ -13,6 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ebb_core::text::printable;
 use rustix::buffer::spare_capacity;
 use rustix::io::Errno;
 
@@ -31,9 +32,9 @@ pub struct ParseError {
 }
 
 impl ParseError {
-    /// An error on a line, numbered from 1.
-    pub fn new(line: usize, message: impl Into<String>) -> ParseError {
-        ParseError { line, message: message.into() }
+    /// An error on a line, numbered from 1. Foreign text is cut and cleaned here.
+    pub fn new(line: usize, message: impl AsRef<str>) -> ParseError {
+        ParseError { line, message: printable(message.as_ref(), 80) }
     }
 
     pub fn missing(field: &str) -> ParseError {
@@ -287,7 +288,7 @@ pub fn fields<T, const N: usize>(
         let Some(n) = keys.iter().position(|k| *k == key).filter(|n| told[*n].is_none()) else {
             continue;
         };
-        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
+        let bad = || ParseError::new(i + 1, line);
         told[n] = Some(parse(value.trim()).ok_or_else(bad)?);
         left -= 1;
         if left == 0 {

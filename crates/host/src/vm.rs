@@ -135,8 +135,6 @@ pub(crate) struct Vm {
     pub cgroup: Option<String>,
     /// The NUMA nodes that its memory is bound to; empty: it may be on all.
     pub nodes: Vec<u32>,
-    /// Seconds between QEMU's questions to the guest.
-    interval_s: u64,
     pub client: Option<Client>,
     /// When that was begun.
     adopted: Option<Instant>,
@@ -252,13 +250,12 @@ pub(crate) struct Vm {
 }
 
 impl Vm {
-    pub fn new(process: QemuProcess, interval_s: u64, access: Access) -> Vm {
+    pub fn new(process: QemuProcess, access: Access) -> Vm {
         let pid = process.id.pid;
         Vm {
             agent: process.args.agent.clone().map(|path| AgentLink::new(path, pid)),
             watched: Watched::new(process.id),
             process,
-            interval_s,
             access,
             backoff: BACKOFF.0,
             loose: true,
@@ -302,9 +299,9 @@ impl Vm {
         if let Some(client) = &mut self.client
             && self.slow_since.is_some_and(|since| now - since > GIVE_UP)
         {
-            let ms = GIVE_UP.as_millis() as u64;
+            let why = format!("any command: no answer within {} ms", GIVE_UP.as_millis());
             let path = client.path().display().to_string();
-            client.protocol.fail(QmpError::Timeout(path, "any command".into(), ms));
+            client.protocol.fail(QmpError::Failed(path, why));
         }
         self.reap(now);
         if self.client.is_none() && self.retry_at.is_none_or(|at| now >= at) {

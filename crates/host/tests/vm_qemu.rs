@@ -110,8 +110,9 @@ fn sample_until(host: &mut LinuxHost, pid: u32, good: impl Fn(&VmSample) -> bool
 fn connect(path: &Path) -> Client {
     let until = Instant::now() + LONG;
     loop {
-        match Client::connect(path, LONG) {
-            Ok(client) => return client,
+        let mut client = Client::new(path);
+        match client.execute("query-status", None, LONG) {
+            Ok(_) => return client,
             Err(e) => assert!(Instant::now() < until, "{e}"),
         }
         std::thread::sleep(Duration::from_millis(5));
@@ -133,7 +134,8 @@ fn vm_qmp_commands_events_and_a_second_client() {
     assert_eq!(status["status"], "prelaunch");
     let error = client.execute("no-such", None, LONG).unwrap_err();
     assert!(matches!(error, QmpError::Command { .. }), "{error}");
-    let second = Client::connect(&vm.socket, Duration::from_millis(100)).unwrap_err();
+    let soon = Duration::from_millis(100);
+    let second = Client::new(&vm.socket).execute("query-status", None, soon).unwrap_err();
     assert!(second.to_string().contains("another client is served"), "{second}");
     client.execute("cont", None, LONG).unwrap();
     let until = Instant::now() + LONG;

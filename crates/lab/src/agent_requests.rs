@@ -14,13 +14,13 @@ use ebb_host::scan::agents::HashLink;
 use rustix::event::{PollFd, PollFlags};
 use serde_json::json;
 
-fn failed(call: &'static str, why: String) -> AgentError {
-    AgentError::Io("agent".into(), call, why)
+fn failed(call: &str, why: String) -> AgentError {
+    AgentError::Failed("agent".into(), format!("{call}: {why}"))
 }
 
 fn unexpected<T>(answer: &Answer) -> Result<T, AgentError> {
     let what = format!("unexpected {answer:?}").chars().take(80).collect();
-    Err(AgentError::Garbage("agent".into(), what))
+    Err(AgentError::Failed("agent".into(), what))
 }
 
 impl Requests for Agent {

@@ -92,13 +92,12 @@ pub fn load(vm: &Vm) -> Result<(), VmError> {
 pub fn attachment(vm: &Vm) -> Result<Attach, QmpError> {
     let until = Instant::now() + MINUTE;
     // On a busy machine QEMU may greet late.
-    let mut qmp = loop {
-        match qmp::Client::connect(&vm.qmp_path, MINUTE) {
+    let segments = loop {
+        match agent_requests::segments(&mut qmp::Client::new(&vm.qmp_path), MINUTE) {
             Err(QmpError::Taken(..)) if Instant::now() < until => {}
-            connected => break connected?,
+            segments => break segments?,
         }
     };
-    let segments = agent_requests::segments(&mut qmp, MINUTE)?;
     Ok(Attach { segments, running: true, firmware: Firmware::Seabios, ..Attach::default() })
 }
 

@@ -310,12 +310,13 @@ impl Vm {
             Ok(()) => VmError::Qmp { name: self.name.clone(), error },
         };
         let patient = QMP_DEADLINE.mul_f64(self.accel.patience());
-        if held.is_none() {
-            let path = self.run_dir.join("lab-qmp.sock");
-            *held = Some(qmp::Client::connect(path, patient).map_err(error)?);
+        let path = self.run_dir.join("lab-qmp.sock");
+        let client = held.get_or_insert_with(|| qmp::Client::new(path));
+        let answer = client.execute(command, arguments, patient);
+        if client.protocol.state() != qmp::State::Ready {
+            *held = None;
         }
-        let client = held.as_mut().expect("connected above");
-        client.execute(command, arguments, patient).map_err(error)
+        answer.map_err(error)
     }
 
     /// Sets the balloon's target: the RAM the guest is left with.

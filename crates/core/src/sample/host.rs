@@ -48,11 +48,9 @@ pub struct HostSample {
 }
 
 /// Notifications of reclaim that came since the last sample, each counted at its
-/// own level only (the kernel tells a listener of `low` of the others as well).
+/// own level only (the kernel tells a listener of `medium` of the other as well).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmPressure {
-    /// Memory is reclaimed for new allocations: cache, as a rule.
-    pub low: u64,
     /// Active cache goes, or something swaps.
     pub medium: u64,
     /// Reclaim hardly finds anything: thrashing, the OOM killer is near.

@@ -115,7 +115,7 @@ pub struct KsmWorker {
     results: Shared,
     sent: Option<(KsmdOrder, Instant)>,
     dial: Arc<Dial>,
-    readers: Arc<Readers>,
+    pub readers: Arc<Readers>,
 }
 
 impl KsmWorker {
@@ -181,16 +181,6 @@ impl KsmWorker {
             Ok(()) => results.scan.busy = true,
             Err(e) => results.scan.error = Some(format!("cannot be ordered: {e}")),
         }
-    }
-
-    /// Has scans leave these VMs alone from now on, also one that is under way.
-    pub fn leave_alone(&self, vms: BTreeSet<VmId>) {
-        self.readers.leave_alone(vms);
-    }
-
-    /// Whether a scan is reading this VM.
-    pub fn reads(&self, vm: VmId) -> bool {
-        self.readers.reads(vm)
     }
 
     /// What is known. The threads wait as long as it is held.

@@ -72,7 +72,7 @@ pub(super) fn carry_out(
             _ => return done(gone(&before, &process.memory()?)),
         }
     }
-    let ranges = there(read_ram_mappings(at.root, at.vm.pid, false))?;
+    let ranges = there(read_ram_mappings(at.root, at.vm.pid))?;
     let all: u64 = ranges.iter().map(|r| r.len).sum();
     let (started, mut walked) = (Instant::now(), 0);
     let mut after = before;
@@ -90,6 +90,9 @@ pub(super) fn carry_out(
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
     use ebb_core::sample::VmId;
     use ebb_core::task::{Orders, Tasks};
 
@@ -107,6 +110,30 @@ mod tests {
         assert_eq!(starts(2 * PIECE), [2, 9, 1, 2, 9]);
         assert_eq!(starts(ram[1].end()), [1, 2, 9]);
         assert_eq!(round(&[], 7).count(), 0);
+    }
+
+    #[test]
+    fn ram_that_ksm_has_cut_up_is_walked() {
+        // Where nothing is mapped: what cannot be advised about is passed over.
+        let (first, len) = (0x2000_0000_0000u64, 8 << 20);
+        let starts = (0..3).map(|i| first + i * len);
+        let maps: String = starts.map(|s| format!("{s:x}-{:x} rw-p 0 0:0 0\n", s + len)).collect();
+        let me = std::process::id();
+        let theirs = format!("/proc/{me}/maps");
+        let told =
+            move |path: &Path| (path == Path::new(&theirs)).then(|| Ok(maps.clone().into_bytes()));
+        let root = Root::default().with_faults(Arc::new(told));
+        let start = read_stat(&root, me).unwrap().unwrap().start;
+        let vm = VmId { pid: me, start };
+        let at = At { root: &root, vm, cgroup: None };
+        let (name, bytes, reason) = ("a".into(), Bytes::gib(1), "a test".into());
+        let order = OffloadOrder { vm, name, bytes, reason };
+        let mut cursor = 0;
+        match carry_out(at, &order, &mut cursor) {
+            // Without the right to advise.
+            Err(e) => assert!(e.starts_with("process_madvise: "), "{e}"),
+            Ok(_) => assert!(cursor > first, "{cursor:x}"),
+        }
     }
 
     #[test]

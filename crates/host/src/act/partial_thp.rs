@@ -49,7 +49,7 @@ pub(super) fn carry_out(
         return Ok(done);
     }
     let process = Process::open(root, vm)?;
-    let ram = there(read_ram_mappings(root, vm.pid, true))?;
+    let ram = there(read_ram_mappings(root, vm.pid))?;
     let pagemap = Pagemap::open(root, vm.pid);
     let pagemap = pagemap.map_err(|e| format!("/proc/{}/pagemap: {e}", vm.pid))?;
     let flags = FrameFlags::open(root).map_err(|e| format!("/proc/kpageflags: {e}"))?;

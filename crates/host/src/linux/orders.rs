@@ -71,7 +71,7 @@ impl LinuxHost {
             let command = sent?;
             let gone = ActError::Gone { pid: order.vm.pid };
             let vm = self.vms.get_mut(&order.vm).ok_or(gone)?;
-            match vm.client.as_mut().and_then(|c| c.take_reply(command)) {
+            match vm.client.as_mut().and_then(|c| c.protocol.take_reply(command)) {
                 Some(Err(QmpError::Busy(path, why))) => {
                     vm.not_sent(command);
                     Err(ActError::NoLink(format!("{path}: {why}")))

@@ -140,7 +140,7 @@ impl LinuxHost {
                 return Err("its manager stays connected to it: name a socket of Ebb's own".into());
             }
         };
-        if let Some(error) = client.failure() {
+        if let Some(error) = client.protocol.failure() {
             return Err(error.to_string());
         }
         let pid = client.peer_pid().ok_or("the process behind it is in another pid namespace")?;
@@ -163,10 +163,10 @@ impl LinuxHost {
     /// The VM of this process, which may be new. What may be done to it is said before anything is
     /// (`allow`).
     fn take_in(&mut self, process: QemuProcess) -> &mut Vm {
-        let (id, interval_s) = (process.id, self.options.stats_interval_s);
-        let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
+        let id = process.id;
         self.ram_files = self.ram_files.filter(|_| process.args.mem_paths.is_empty());
-        let new = || Vm::new(process, interval_s, Access::default()).with(was, libvirt);
+        let (was, libvirt) = (self.intervals.of(id), &self.libvirt);
+        let new = || Vm::new(process, Access::default()).with(was, libvirt);
         self.vms.entry(id).or_insert_with(new)
     }
 

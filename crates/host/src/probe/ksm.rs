@@ -90,9 +90,7 @@ impl OtherProcesses {
                 tuned: ksmtuned(&its),
                 mapped: read_mapped(&its, &pids),
             };
-            // One that is under way is waited for at the next tick, but no more.
-            let patience = if self.look.is_idle() { PATIENCE } else { Duration::ZERO };
-            if let Some(found) = self.look.look(look, patience) {
+            if let Some(found) = self.look.look(look, PATIENCE) {
                 (self.known, self.at) = (found, Some(Instant::now()));
             }
         }
@@ -117,8 +115,7 @@ impl Stats {
     pub fn read(&mut self, root: &Root, vms: &[VmSample]) {
         let (its, ids): (Root, Vec<VmId>) = (root.clone(), vms.iter().map(|v| v.id).collect());
         let one = move |id: VmId| (id, read_ksm_stat(&its, id.pid).map_err(|e| e.to_string()));
-        let patience = if self.look.is_idle() { PATIENCE } else { Duration::ZERO };
-        if let Some(found) = self.look.look(move || ids.into_iter().map(one).collect(), patience) {
+        if let Some(found) = self.look.look(move || ids.into_iter().map(one).collect(), PATIENCE) {
             self.known = found;
         }
     }

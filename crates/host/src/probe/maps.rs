@@ -11,13 +11,11 @@ use crate::sys::Range;
 pub(super) const LEAST_MAPPING: u64 = 16 << 20;
 /// Linux takes memory that is plugged in blocks of this size at least.
 const LEAST_PLUGGED: u64 = 128 << 20;
-/// Most mappings walked.
-const MAPPINGS: usize = 256;
 
-/// Reads the mappings of a process that can be guest RAM, by address. `joined`: what lies side by
-/// side is one, as ranges that are open to KSM cut RAM up; memory of QEMU's own may be among it.
-pub fn read_ram_mappings(root: &Root, pid: u32, joined: bool) -> Probed<Vec<Range>> {
-    root.parse(format!("/proc/{pid}/maps"), |text| parse_ram_mappings(text, joined))
+/// Reads the mappings of a process that can be guest RAM, by address. What lies side by side is
+/// one, as ranges that are open to KSM cut RAM up; memory of QEMU's own may be among it.
+pub fn read_ram_mappings(root: &Root, pid: u32) -> Probed<Vec<Range>> {
+    root.parse(format!("/proc/{pid}/maps"), parse_ram_mappings)
 }
 
 /// Reads the mappings of a process that are not guest RAM.
@@ -27,15 +25,14 @@ pub fn read_own_mappings(root: &Root, pid: u32) -> Probed<Vec<Range>> {
 
 /// The mappings of a text, line by line.
 fn mappings(text: &str) -> impl Iterator<Item = Result<Mapping<'_>, ParseError>> {
-    text.lines().enumerate().map(|(i, line)| {
-        let bad = || ParseError::new(i + 1, line.chars().take(80).collect::<String>());
-        Mapping::parse(line).ok_or_else(bad)
-    })
+    text.lines()
+        .enumerate()
+        .map(|(i, line)| Mapping::parse(line).ok_or_else(|| ParseError::new(i + 1, line)))
 }
 
 /// Parses them (proc(5)): writable and not executable (translated code is), without
-/// a file or in shared memory, and large. `joined`: see [`read_ram_mappings`].
-pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseError> {
+/// a file or in shared memory, and large.
+pub fn parse_ram_mappings(text: &str) -> Result<Vec<Range>, ParseError> {
     let mut ranges: Vec<Range> = Vec::new();
     for mapping in mappings(text) {
         let Mapping { start, end, permissions, path, .. } = mapping?;
@@ -47,14 +44,11 @@ pub fn parse_ram_mappings(text: &str, joined: bool) -> Result<Vec<Range>, ParseE
             "rw-s" => shared,
             _ => false,
         };
-        match joined {
-            _ if !ours => {}
-            true => push(&mut ranges, range),
-            false => ranges.push(range),
+        if ours {
+            push(&mut ranges, range);
         }
     }
     ranges.retain(|r| r.len >= LEAST_MAPPING);
-    ranges.truncate(MAPPINGS);
     Ok(ranges)
 }
 
@@ -115,13 +109,15 @@ mod tests {
     #[test]
     fn only_what_can_be_ram_is_walked() {
         let range = |start, len| Range { start, len };
-        let ram = [range(0x7f0000000000, 0x20000000), range(0x7f0070000000, 0x10000000)];
-        assert_eq!(parse_ram_mappings(MAPS, false).unwrap(), ram);
-        assert_eq!(parse_ram_mappings("nonsense\n", true).unwrap_err().line, 1);
-        assert_eq!(parse_ram_mappings("12-zz rw-p 0 0 0\n", true).unwrap_err().line, 1);
+        let ram = [range(0x7f0000000000, 0x20400000), range(0x7f0070000000, 0x10000000)];
+        assert_eq!(parse_ram_mappings(MAPS).unwrap(), ram);
+        assert_eq!(parse_ram_mappings("nonsense\n").unwrap_err().line, 1);
+        assert_eq!(parse_ram_mappings("12-zz rw-p 0 0 0\n").unwrap_err().line, 1);
         let cut = "7f0000000000-7f0000800000 rw-p 00000000 00:00 0 \n\
                    7f0000800000-7f0001800000 rw-p 00000000 00:00 0 \n";
-        let len = |joined| parse_ram_mappings(cut, joined).unwrap()[0].len;
-        assert_eq!((len(false), len(true)), (16 << 20, 24 << 20));
+        assert_eq!(parse_ram_mappings(cut).unwrap(), [range(0x7f0000000000, 24 << 20)]);
+        let small = "7f0000000000-7f0000800000 rw-p 00000000 00:00 0 \n\
+                     7f0000900000-7f0001100000 rw-p 00000000 00:00 0 \n";
+        assert_eq!(parse_ram_mappings(small).unwrap(), []);
     }
 }

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 
 use super::meminfo::parse_kib;
-use crate::root::{ParseError, ProbeError, Probed, Root, field, parse_number};
+use crate::root::{ParseError, ProbeError, Probed, Root, field, fields, parse_number};
 
 /// The first uid of a person; those of services are below (Debian's policy, `login.defs`).
 const FIRST_USER: u32 = 1000;
@@ -165,23 +165,11 @@ pub fn read_status(root: &Root, pid: u32) -> Probed<ProcessMemory> {
 /// Parses it (Linux 4.5+ has the three `Rss*` fields); `None` for kernel
 /// threads and zombies, which have none of them.
 pub fn parse_status(text: &str) -> Result<Option<ProcessMemory>, ParseError> {
-    let (mut memory, mut seen) = (ProcessMemory::default(), false);
-    let all = text.lines().enumerate();
-    for (i, line) in all.filter(|(_, line)| line.starts_with(['R', 'V', 'H'])) {
-        let Some((key, value)) = line.split_once(':') else { continue };
-        let field = match key {
-            "RssAnon" => &mut memory.anon,
-            "RssFile" => &mut memory.file,
-            "RssShmem" => &mut memory.shmem,
-            "VmSwap" => &mut memory.swap,
-            "VmLck" => &mut memory.locked,
-            "HugetlbPages" => &mut memory.hugetlb,
-            _ => continue,
-        };
-        *field = parse_kib(value).ok_or_else(|| ParseError::new(i + 1, line))?;
-        seen = true;
-    }
-    Ok(seen.then_some(memory))
+    let keys = ["RssAnon", "RssFile", "RssShmem", "VmSwap", "VmLck", "HugetlbPages"];
+    let told = fields(text, keys, parse_kib)?;
+    let seen = told.iter().any(Option::is_some);
+    let [anon, file, shmem, swap, locked, hugetlb] = told.map(Option::unwrap_or_default);
+    Ok(seen.then_some(ProcessMemory { anon, file, shmem, swap, locked, hugetlb, own: None }))
 }
 
 /// A process that is looked at again and again. Its `/proc/PID/status` is kept open, so that a

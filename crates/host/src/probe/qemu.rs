@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use ebb_core::config::{BY_UUID, by_uuid};
 use ebb_core::sample::VmId;
+use ebb_core::text::printable;
 use serde_json::Value;
 
 use super::managers::is_ebbs;
@@ -125,11 +126,6 @@ pub fn parse_cmdline(bytes: &[u8]) -> Option<QemuArgs> {
     Some(found)
 }
 
-/// Foreign text as it may be shown: at most `most` characters, none that steers a terminal.
-fn shown(text: &str, most: usize) -> String {
-    text.chars().take(most).map(|c| if c.is_control() { '?' } else { c }).collect()
-}
-
 /// Socket of an agent that was not loaded by `-plugin`, in what a process was
 /// started with (`/proc/PID/environ`): `LD_PRELOAD` names our library, and
 /// `EBB_AGENT_SOCKET` the path.
@@ -147,9 +143,9 @@ impl QemuArgs {
         match option {
             "name" => {
                 let name = Options::parse(value, "guest").get("guest").unwrap_or_default();
-                self.name = Some(shown(&name, MAX_NAME)).filter(|n| !n.is_empty());
+                self.name = Some(printable(&name, MAX_NAME)).filter(|n| !n.is_empty());
             }
-            "uuid" => self.uuid = Some(shown(value, MAX_KIND)),
+            "uuid" => self.uuid = Some(printable(value, MAX_KIND)),
             "qmp" | "qmp-pretty" => monitors.qmp(value),
             "chardev" => monitors.chardevs.push(Options::parse(value, "backend")),
             "mon" => monitors.mon(&Options::parse(value, "chardev")),
@@ -162,7 +158,7 @@ impl QemuArgs {
                 self.hugepages |= options.is_on("hugetlb");
                 let kind = options.get("qom-type").unwrap_or_default();
                 if ["sev-", "tdx-", "s390-pv-"].iter().any(|p| kind.starts_with(p)) {
-                    let kind = shown(&kind, MAX_KIND);
+                    let kind = printable(&kind, MAX_KIND);
                     self.pinned = Some(format!("guest memory is encrypted ({kind})"));
                 }
                 // `shm_open`.
@@ -224,64 +220,43 @@ impl QemuArgs {
     }
 }
 
-/// `key=value,flag,…` or a JSON object, as QEMU takes either.
+/// `key=value,flag,…` or a JSON object, as QEMU takes either: keys, each with a value where it has
+/// one. Of several values of a key the last counts.
 #[derive(Debug)]
-pub(super) enum Options {
-    Pairs(Vec<(String, Option<String>)>),
-    Json(Value),
-}
+pub(super) struct Options(Vec<(String, Option<String>)>);
 
 impl Options {
     /// `implied` is the key of a first part that has none.
     pub(super) fn parse(text: &str, implied: &str) -> Options {
         if text.starts_with('{') {
-            return Options::Json(serde_json::from_str(text).unwrap_or(Value::Null));
+            let mut all = Vec::new();
+            flatten("", serde_json::from_str(text).unwrap_or_default(), &mut all);
+            return Options(all);
         }
         let parts = split_commas(text).into_iter().enumerate();
-        Options::Pairs(
-            parts
-                .map(|(i, part)| match part.split_once('=') {
-                    Some((key, value)) => (key.to_owned(), Some(value.to_owned())),
-                    None if i == 0 => (implied.to_owned(), Some(part)),
-                    None => (part, None),
-                })
-                .collect(),
-        )
+        let pairs = parts.map(|(i, part)| match part.split_once('=') {
+            Some((key, value)) => (key.to_owned(), Some(value.to_owned())),
+            None if i == 0 => (implied.to_owned(), Some(part)),
+            None => (part, None),
+        });
+        Options(pairs.collect())
     }
 
-    /// The last value of a key; in JSON at any depth.
+    fn of<'a>(&'a self, key: &'a str) -> impl DoubleEndedIterator<Item = &'a Option<String>> {
+        self.0.iter().filter(move |(k, _)| k == key).map(|(_, value)| value)
+    }
+
     pub(super) fn get(&self, key: &str) -> Option<String> {
-        match self {
-            Options::Pairs(pairs) => {
-                pairs.iter().rev().find(|(k, _)| k == key).and_then(|(_, v)| v.clone())
-            }
-            Options::Json(value) => match find_key(value, key)? {
-                Value::String(s) => Some(s.clone()),
-                Value::Bool(b) => Some(if *b { "on" } else { "off" }.to_owned()),
-                Value::Number(n) => Some(n.to_string()),
-                _ => None,
-            },
-        }
+        self.of(key).next_back()?.clone()
     }
 
     /// Each value of a key that may be there several times, or holds a list.
     pub(super) fn all(&self, key: &str) -> Vec<String> {
-        match self {
-            Options::Pairs(pairs) => {
-                let its = pairs.iter().filter(|(k, _)| k == key);
-                its.filter_map(|(_, v)| v.clone()).collect()
-            }
-            Options::Json(value) => {
-                value[key].as_array().into_iter().flatten().map(Value::to_string).collect()
-            }
-        }
+        self.of(key).flatten().cloned().collect()
     }
 
     fn has(&self, key: &str) -> bool {
-        match self {
-            Options::Pairs(pairs) => pairs.iter().any(|(k, _)| k == key),
-            Options::Json(value) => find_key(value, key).is_some(),
-        }
+        self.of(key).next().is_some()
     }
 
     /// `key`, `key=on`, `=yes`, `=true`, `=y`.
@@ -290,9 +265,23 @@ impl Options {
     }
 }
 
-fn find_key<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
-    let map = value.as_object()?;
-    map.get(key).filter(|v| !v.is_object()).or_else(|| map.values().find_map(|v| find_key(v, key)))
+/// What JSON holds at any depth. Of a key that is there several times the outermost comes last, and
+/// before it the first of those that are nested.
+fn flatten(key: &str, value: Value, all: &mut Vec<(String, Option<String>)>) {
+    let text = match value {
+        Value::Object(map) => {
+            let (inner, outer): (Vec<_>, Vec<_>) =
+                map.into_iter().partition(|(_, v)| v.is_object());
+            let both = inner.into_iter().rev().chain(outer);
+            return both.for_each(|(key, value)| flatten(&key, value, all));
+        }
+        Value::Array(list) => return list.into_iter().for_each(|value| flatten(key, value, all)),
+        Value::Null => return,
+        Value::Bool(on) => if on { "on" } else { "off" }.to_owned(),
+        Value::Number(n) => n.to_string(),
+        Value::String(text) => text,
+    };
+    all.push((key.to_owned(), Some(text)));
 }
 
 /// Splits at single commas; `,,` is a comma.
@@ -319,7 +308,7 @@ impl Monitors {
         } else if let Some(id) = value.strip_prefix("chardev:") {
             self.ids.push(id.to_owned());
         } else if value != "none" {
-            let kind = shown(value.split([':', ',']).next().unwrap_or(""), 20);
+            let kind = printable(value.split([':', ',']).next().unwrap_or(""), 20);
             self.refused.push(format!("its QMP is on “{kind}”, Ebb needs a Unix socket{ADD}"));
         }
     }
@@ -458,7 +447,7 @@ mod tests {
         assert_eq!((b.name.as_deref(), b.passthrough), (Some("x"), true));
         assert_eq!(b.mem_paths, ["/huge/1"]);
         // The value of another option is not an option.
-        assert_eq!(args(&["-append", "-name", "-name", "a\nb"]).name.as_deref(), Some("a?b"));
+        assert_eq!(args(&["-append", "-name", "-name", "a\nb"]).name.as_deref(), Some("a b"));
     }
 
     #[test]

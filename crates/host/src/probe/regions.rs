@@ -62,7 +62,7 @@ pub fn parse_smaps(text: impl BufRead) -> io::Result<Result<Vec<Region>, ParseEr
 
 /// A header, `Key:  12 kB`, or `VmFlags: rd wr`; unknown keys are passed over.
 fn take_line(regions: &mut Vec<Region>, number: usize, line: &str) -> Result<(), ParseError> {
-    let bad = || ParseError::new(number, line.chars().take(80).collect::<String>());
+    let bad = || ParseError::new(number, line);
     let mut words = line.split_ascii_whitespace();
     let Some(first) = words.next() else { return Ok(()) };
     let Some(key) = first.strip_suffix(':') else {

@@ -7,9 +7,6 @@ use ebb_core::units::Bytes;
 
 use crate::root::{ParseError, ProbeError, Probed, Root, unescape_octal};
 
-/// Most areas read; Linux has at most 29 (`MAX_SWAPFILES`).
-const MAX_AREAS: usize = 64;
-
 /// Reads `/proc/swaps` and what its zram devices hold; `None` on a kernel without swap.
 pub fn read_swaps(root: &Root) -> Probed<Vec<SwapArea>> {
     let Some(mut areas) = root.parse("/proc/swaps", parse_swaps)? else { return Ok(None) };
@@ -42,14 +39,14 @@ pub fn parse_mm_stat(text: &str) -> Result<Zram, ParseError> {
     let field = |n: usize| text.split_ascii_whitespace().nth(n)?.parse().ok().map(Bytes);
     match (field(0), field(2)) {
         (Some(stored), Some(used)) => Ok(Zram { stored, used }),
-        _ => Err(ParseError::new(1, text.chars().take(80).collect::<String>())),
+        _ => Err(ParseError::new(1, text)),
     }
 }
 
 /// Parses it; fields count from the right, sizes are KiB.
 pub fn parse_swaps(text: &str) -> Result<Vec<SwapArea>, ParseError> {
     let lines = text.lines().enumerate().skip(1).filter(|(_, l)| !l.trim().is_empty());
-    lines.take(MAX_AREAS).map(|(i, l)| area(l).ok_or_else(|| ParseError::new(i + 1, l))).collect()
+    lines.map(|(i, l)| area(l).ok_or_else(|| ParseError::new(i + 1, l))).collect()
 }
 
 fn area(line: &str) -> Option<SwapArea> {

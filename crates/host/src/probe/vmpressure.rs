@@ -1,9 +1,9 @@
 //! cgroup v1's `memory.pressure_level` (Linux `Documentation/admin-guide/cgroup-v1/memory.rst`,
 //! `mm/vmpressure.c`): the kernel's notice that it has to reclaim, where there is no PSI.
 //!
-//! One eventfd for each level. A listener of `low` is told of the higher ones too,
-//! so what is counted for a level is what the one above it did not get. The kernel
-//! tells at most once for every 512 pages that it has looked at.
+//! One eventfd for each level; `low` is usual wherever files are cached, and left out. A listener
+//! of `medium` is told of `critical` too, so what is counted for it is what that one did not get.
+//! The kernel tells at most once for every 512 pages that it has looked at.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -18,13 +18,13 @@ use crate::root::{ProbeError, Probed, Root, probed};
 #[derive(Debug)]
 pub struct PressureEvents {
     pub cgroup: String,
-    levels: [OwnedFd; 3],
+    levels: [OwnedFd; 2],
     // Registrations end with it.
     _level: File,
 }
 
 impl PressureEvents {
-    /// Registers for all three levels; `None` on v2 and where the kernel has no
+    /// Registers for both levels; `None` on v2 and where the kernel has no
     /// such file.
     pub fn open(root: &Root, h: &Hierarchy, cgroup: &str) -> Probed<Self> {
         let dir = match (h.version, h.directory(cgroup)) {
@@ -36,9 +36,9 @@ impl PressureEvents {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let failed = |e: Errno| ProbeError::Io { path: path.clone(), error: e.into() };
         let event = || eventfd(0, flags).map_err(failed);
-        let levels = [event()?, event()?, event()?];
+        let levels = [event()?, event()?];
         let control = dir.join("cgroup.event_control");
-        for (fd, name) in levels.iter().zip(["low", "medium", "critical"]) {
+        for (fd, name) in levels.iter().zip(["medium", "critical"]) {
             // `hierarchy`: also what children report, whoever listens there (4.12).
             let line =
                 |mode: &str| format!("{} {} {name}{mode}", fd.as_raw_fd(), level.as_raw_fd());
@@ -49,27 +49,19 @@ impl PressureEvents {
         Ok(Some(PressureEvents { cgroup: cgroup.to_owned(), levels, _level: level }))
     }
 
-    /// For `poll`: medium and critical. Low is usual wherever files are cached.
+    /// For `poll`.
     pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
-        [self.levels[1].as_fd(), self.levels[2].as_fd()]
+        self.levels.each_ref().map(AsFd::as_fd)
     }
 
-    /// What came since the last time.
+    /// What came since the last time, each notification at its own level only.
     pub fn take(&self) -> VmPressure {
         let count = |fd: &OwnedFd| {
             let mut bytes = [0; 8];
             rustix::io::read(fd, &mut bytes).map_or(0, |_| u64::from_ne_bytes(bytes))
         };
-        demultiplex(self.levels.each_ref().map(count))
-    }
-}
-
-/// Each notification at its own level only.
-fn demultiplex([low, medium, critical]: [u64; 3]) -> VmPressure {
-    VmPressure {
-        low: low.saturating_sub(medium),
-        medium: medium.saturating_sub(critical),
-        critical,
+        let [medium, critical] = self.levels.each_ref().map(count);
+        VmPressure { medium: medium.saturating_sub(critical), critical }
     }
 }
 
@@ -85,9 +77,18 @@ mod tests {
 
     #[test]
     fn each_notification_counts_at_its_own_level() {
-        assert_eq!(demultiplex([7, 3, 1]), VmPressure { low: 4, medium: 2, critical: 1 });
-        assert_eq!(demultiplex([0, 0, 0]), VmPressure::default());
-        assert_eq!(demultiplex([0, 2, 0]).low, 0, "read one after the other");
+        let event = || eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        let (levels, cgroup) = ([event(), event()], "/a".to_owned());
+        let events = PressureEvents { cgroup, levels, _level: File::open("/dev/null").unwrap() };
+        let after = |counts: [u64; 2]| {
+            for (fd, count) in events.fds().into_iter().zip(counts) {
+                rustix::io::write(fd, &count.to_ne_bytes()).unwrap();
+            }
+            events.take()
+        };
+        assert_eq!(after([3, 1]), VmPressure { medium: 2, critical: 1 });
+        assert_eq!(after([0, 0]), VmPressure::default());
+        assert_eq!(after([1, 2]).medium, 0, "read one after the other");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use ebb_core::sample::ZfsArc;
 use ebb_core::units::Bytes;
 
-use crate::root::{ParseError, Probed, Root, field};
+use crate::root::{ParseError, Probed, Root, fields};
 
 pub fn read_arcstats(root: &Root) -> Probed<ZfsArc> {
     root.parse("/proc/spl/kstat/zfs/arcstats", parse_arcstats)
@@ -12,12 +12,12 @@ pub fn read_arcstats(root: &Root) -> Probed<ZfsArc> {
 
 /// Parses `name type data` lines; both `size` and `c_min` must be there.
 pub fn parse_arcstats(text: &str) -> Result<ZfsArc, ParseError> {
-    let bytes = |name| {
-        let data = |line: &str| line.split_whitespace().nth(1)?.parse().ok();
-        let told = field(text, name, data)?.ok_or_else(|| ParseError::missing(name));
-        told.map(Bytes)
-    };
-    Ok(ZfsArc { size: bytes("size")?, min: bytes("c_min")? })
+    let data = |line: &str| line.split_whitespace().nth(1)?.parse().ok().map(Bytes);
+    match fields(text, ["size", "c_min"], data)? {
+        [Some(size), Some(min)] => Ok(ZfsArc { size, min }),
+        [None, _] => Err(ParseError::missing("size")),
+        [_, None] => Err(ParseError::missing("c_min")),
+    }
 }
 
 #[cfg(test)]

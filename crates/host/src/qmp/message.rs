@@ -55,8 +55,7 @@ pub fn parse_message(bytes: &[u8]) -> Result<Message, String> {
 }
 
 pub(super) fn excerpt(bytes: &[u8]) -> String {
-    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(60)]);
-    text.chars().map(|c| if c.is_control() { '·' } else { c }).collect()
+    printable(&String::from_utf8_lossy(&bytes[..bytes.len().min(60)]), 60)
 }
 
 #[derive(Serialize)]

@@ -7,6 +7,7 @@
 //! trusted. Source: QEMU `docs/interop/qmp-spec.rst`, `monitor/qmp.c`.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::fmt::Display;
 
 use serde_json::Value;
 
@@ -26,49 +27,18 @@ pub const MAX_EVENTS: usize = 256;
 pub const MAX_EVENT_BYTES: usize = 4 << 10;
 /// Bytes not yet written; a full socket buffer is noticed by then.
 pub const MAX_OUTBOX: usize = 1 << 20;
-/// What can go wrong, each with what to do about it. The first field is the
-/// socket's path.
+/// What can go wrong, with what to do about it. The first field is the socket's path.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum QmpError {
-    /// ENOENT.
-    #[error("{0}: no such socket: the VM has ended, or its -qmp path is another one")]
-    NoSocket(String),
-    /// ECONNREFUSED.
-    #[error(
-        "{0}: no process listens there: QEMU has ended and left its socket behind, \
-         or this is not a QMP server socket"
-    )]
-    Refused(String),
-    /// EACCES, EPERM.
-    #[error("{0}: permission denied: run Ebb as root or as the owner of the socket")]
-    Denied(String),
     /// QEMU serves one client at a time and this is not it; what was seen.
     #[error(
         "{0}: QEMU serves one client per QMP socket and does not serve us: {1}; \
          give Ebb a socket of its own (a second -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off)"
     )]
     Taken(String, String),
-    /// Any other system call that failed, and the system's words.
-    #[error("{0}: {1}: {2}")]
-    Io(String, &'static str, String),
-    /// End of file; ` during COMMAND` where one was under way.
-    #[error("{0}: QEMU closed the connection{1}")]
-    Closed(String, String),
-    /// The peer that stands in for QEMU closed the connection or does not answer, and why.
-    #[error("{0}: {1}")]
-    Left(String, String),
     /// The socket is shared, and nothing was sent: QEMU did not serve Ebb, and why.
     #[error("{0}: {1}")]
     Busy(String, String),
-    /// The peer does not speak QMP, and in what; the connection is gone.
-    #[error("{0}: not QMP: {1}; connection dropped")]
-    Garbage(String, String),
-    /// No answer in time to this command (or no such event), after this number of
-    /// milliseconds. The connection stays, a late answer is dropped.
-    #[error("{0}: {1}: no answer within {2} ms")]
-    Timeout(String, String, u64),
-    #[error("{0}: more than {2} {1}")]
-    Full(String, &'static str, usize),
     /// QEMU answered with an error; the connection is fine.
     #[error("{command}: {desc} ({class})")]
     Command {
@@ -77,6 +47,9 @@ pub enum QmpError {
         class: String,
         desc: String,
     },
+    /// Anything else. Without an answer in time, or with too much under way, the connection stays.
+    #[error("{0}: {1}")]
+    Failed(String, String),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -122,7 +95,7 @@ pub struct Protocol {
     early: BTreeMap<u64, Vec<u8>>,
     next_id: u64,
     pending: BTreeMap<u64, Pending>,
-    pub(super) replies: BTreeMap<u64, (Result<Value, QmpError>, usize)>,
+    replies: BTreeMap<u64, (Result<Value, QmpError>, usize)>,
     reply_bytes: usize,
     events: VecDeque<Event>,
     /// Connections come and go: what is to be sent goes out in one piece.
@@ -202,11 +175,13 @@ impl Protocol {
             None if self.state == State::Greeting => " before it greeted".into(),
             None => String::new(),
         };
-        self.fail(QmpError::Closed(self.path.clone(), during));
+        let why = format!("QEMU closed the connection{during}");
+        self.fail(QmpError::Failed(self.path.clone(), why));
     }
 
-    fn garbage(&mut self, why: impl Into<String>) {
-        self.fail(QmpError::Garbage(self.path.clone(), why.into()));
+    fn garbage(&mut self, what: impl Display) {
+        let why = format!("not QMP: {what}; connection dropped");
+        self.fail(QmpError::Failed(self.path.clone(), why));
     }
 
     /// Takes bytes from the peer, in any pieces.
@@ -323,13 +298,15 @@ impl Protocol {
         if let Some(error) = &self.failure {
             return Err(error.clone());
         }
-        let full = |what, limit| QmpError::Full(self.path.clone(), what, limit);
+        let full = |what, limit: usize| {
+            Err(QmpError::Failed(self.path.clone(), format!("more than {limit} {what}")))
+        };
         if self.pending.len() + self.replies.len() >= MAX_PENDING {
-            return Err(full("commands without an answer", MAX_PENDING));
+            return full("commands without an answer", MAX_PENDING);
         }
         let early = self.early.values().map(Vec::len).sum::<usize>();
         if self.outbox.len() + early > MAX_OUTBOX {
-            return Err(full("bytes not yet written", MAX_OUTBOX));
+            return full("bytes not yet written", MAX_OUTBOX);
         }
         let id = self.next_id;
         self.next_id += 1;

@@ -75,7 +75,7 @@ impl Client {
 
     /// Whether QEMU may still be sent what may be late: it is sent as soon as QEMU serves.
     pub fn takes_late(&self) -> bool {
-        self.state().serves() || self.is_shared() && self.state() != State::Failed
+        self.protocol.state().serves() || self.is_shared() && self.protocol.state() != State::Failed
     }
 
     /// Why QEMU did not serve it the last time, and since when.
@@ -141,7 +141,7 @@ impl Client {
                     sharing.missed = Some((now, why.clone()));
                 }
                 self.close();
-                self.protocol.leave(&QmpError::Left(self.named(), why));
+                self.protocol.leave(&QmpError::Failed(self.named(), why));
             }
         }
     }
@@ -155,7 +155,7 @@ impl Client {
             return self.miss(UNSERVED.into());
         }
         self.close();
-        self.protocol.leave(&QmpError::Left(self.named(), "Ebb had to leave it".into()));
+        self.protocol.leave(&QmpError::Failed(self.named(), "Ebb had to leave it".into()));
     }
 
     fn miss(&mut self, why: String) {

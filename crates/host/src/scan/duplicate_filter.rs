@@ -14,6 +14,7 @@ use ebb_core::range::push;
 use ebb_core::units::PAGE;
 
 use super::page_hashes::PageHashes;
+use super::savings::{Blocks, LINES_READ};
 use crate::sys::{Range, fetch};
 
 /// Places for a page, at least.
@@ -67,40 +68,17 @@ impl DuplicateFilter {
     }
 }
 
-/// A VM's pages of which lines were read: a bit each.
-#[derive(Debug)]
-pub(super) struct PageSet(Vec<(Range, Vec<AtomicU64>)>);
-
-impl PageSet {
-    /// None is in it.
-    pub fn new(ram: &[Range]) -> PageSet {
-        let words = |r: &Range| {
-            vec![0u64; (r.len / PAGE).div_ceil(64) as usize].into_iter().map(AtomicU64::new)
-        };
-        PageSet(ram.iter().map(|r| (*r, words(r).collect())).collect())
-    }
-
-    fn cell(&self, address: u64) -> Option<(&AtomicU64, u64)> {
-        let (range, words) = self.0.iter().find(|(r, _)| r.contains(address))?;
-        let page = (address - range.start) / PAGE;
-        Some((&words[page as usize / 64], 1 << (page % 64)))
-    }
-
-    pub fn insert(&self, address: u64) {
-        if let Some((word, bit)) = self.cell(address) {
-            word.fetch_or(bit, Relaxed);
-        }
-    }
-
+/// Pages of which lines were read.
+impl Blocks {
     /// Leaves those in a window that may have a duplicate; returns how many went.
-    pub fn sift(&self, window: Range, tags: &PageHashes, filter: &DuplicateFilter) -> u64 {
+    pub(super) fn sift(&self, window: Range, tags: &PageHashes, filter: &DuplicateFilter) -> u64 {
         let mut gone = 0;
-        for run in self.runs(window) {
+        for run in self.lines_read(window) {
             for address in (run.start..run.end()).step_by(PAGE as usize) {
                 let ahead = tags.at(address + AHEAD as u64 * PAGE);
                 ahead.into_iter().for_each(|tag| filter.fetch(tag));
                 let duplicate = tags.at(address).is_some_and(|tag| filter.holds_two(tag));
-                if let Some((word, bit)) = self.cell(address).filter(|_| !duplicate) {
+                if let Some((word, bit)) = self.bit(address, LINES_READ).filter(|_| !duplicate) {
                     word.fetch_and(!bit, Relaxed);
                     gone += 1;
                 }
@@ -109,10 +87,11 @@ impl PageSet {
         gone
     }
 
-    pub fn runs(&self, window: Range) -> Vec<Range> {
+    pub(super) fn lines_read(&self, window: Range) -> Vec<Range> {
         let mut runs = Vec::new();
         for address in (window.start..window.end()).step_by(PAGE as usize) {
-            if self.cell(address).is_some_and(|(word, bit)| word.load(Relaxed) & bit != 0) {
+            let bit = self.bit(address, LINES_READ);
+            if bit.is_some_and(|(word, bit)| word.load(Relaxed) & bit != 0) {
                 push(&mut runs, Range { start: address, len: PAGE });
             }
         }
@@ -148,24 +127,24 @@ mod tests {
     fn only_marked_pages_that_may_have_a_duplicate_are_left() {
         let ram = [Range { start: PAGE, len: 100 * PAGE }, Range { start: 1 << 30, len: PAGE }];
         let (set, filter, mut tags) =
-            (PageSet::new(&ram), DuplicateFilter::new(200), PageHashes::default());
+            (Blocks::new(&ram), DuplicateFilter::new(200), PageHashes::default());
         tags.fit(&ram);
         let all = Range { start: 0, len: 1 << 31 };
-        assert!(set.runs(all).is_empty());
+        assert!(set.lines_read(all).is_empty());
         // Two alike, one alone, and one that is marked twice alone.
         let pages = [(2 * PAGE, 5), (3 * PAGE, 6), (9 * PAGE, 7), (1 << 30, 5)];
         for (address, hash) in pages {
             tags.same(address, hash << 8);
-            set.insert(address);
+            set.set(address, LINES_READ);
             filter.put(tags.at(address).unwrap());
         }
-        set.insert(0);
-        set.insert(1 << 40);
+        set.set(0, LINES_READ);
+        set.set(1 << 40, LINES_READ);
         let page = |start| Range { start, len: PAGE };
         let two = Range { start: 2 * PAGE, len: 2 * PAGE };
-        assert_eq!(set.runs(all), [two, page(9 * PAGE), page(1 << 30)]);
+        assert_eq!(set.lines_read(all), [two, page(9 * PAGE), page(1 << 30)]);
         assert_eq!(set.sift(page(9 * PAGE), &tags, &filter), 1);
         assert_eq!(set.sift(all, &tags, &filter), 1);
-        assert_eq!(set.runs(all), [page(2 * PAGE), page(1 << 30)]);
+        assert_eq!(set.lines_read(all), [page(2 * PAGE), page(1 << 30)]);
     }
 }

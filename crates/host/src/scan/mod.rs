@@ -218,8 +218,6 @@ pub struct Scan {
     pub paused: Duration,
     /// CPU time of all threads, and of agents for them.
     pub cpu: Duration,
-    /// Of that, for reading and hashing.
-    pub cpu_reading: Duration,
     pub threads: usize,
     pub read: Bytes,
     /// Of that, by the VMs' own agents.
@@ -228,8 +226,6 @@ pub struct Scan {
     pub by_lines: Bytes,
     /// The table at its largest.
     pub table: Bytes,
-    /// Kept between scans.
-    pub kept: Bytes,
 }
 
 /// Scans, and remembers its last scan.
@@ -268,10 +264,8 @@ impl Scanner {
         let mut job = steps::Job::new(self, targets, options, &pace);
         let watch = |done: &dyn Fn() -> bool| self.watch(&pace, done);
         let table = job.read(threads, watch);
-        let cpu_reading = pace.cpu();
         let (read, by_agents, by_lines) = job.read_bytes();
         let tally = job.count(threads);
-        let kept: u64 = self.tags.values().map(PageHashes::bytes).sum();
         Scan {
             split: tally.split,
             moments: tally.moments,
@@ -279,13 +273,11 @@ impl Scanner {
             time: started.elapsed(),
             paused: pace.paused(),
             cpu: pace.cpu(),
-            cpu_reading,
             threads,
             read,
             by_agents,
             by_lines,
             table: Bytes(table),
-            kept: Bytes(kept),
         }
     }
 

@@ -62,11 +62,6 @@ impl PageHashes {
         }
         old == tag
     }
-
-    /// Size, bytes, as if all of it had been touched.
-    pub fn bytes(&self) -> u64 {
-        self.ranges.iter().map(|(_, tags)| tags.len() as u64 * 4).sum()
-    }
 }
 
 #[cfg(test)]
@@ -88,7 +83,7 @@ mod tests {
         assert!(!tags.same(0x10_8000, 1) && !tags.same(0x10_8000, 1), "not RAM");
         tags.fit(&ram[..1]);
         assert!(tags.same(0x10_7000, 6 << 8), "kept");
-        assert_eq!(tags.bytes(), 32);
+        assert_eq!(tags.at(0x40_0000), None, "forgotten");
     }
 
     #[test]

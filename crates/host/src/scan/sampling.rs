@@ -102,7 +102,6 @@ fn joined(mut sample: Scan, deep: Scan, whole: &[bool]) -> Scan {
         time: sample.time + deep.time,
         paused: sample.paused + deep.paused,
         cpu: sample.cpu + deep.cpu,
-        cpu_reading: sample.cpu_reading + deep.cpu_reading,
         read: sample.read + deep.read,
         by_agents: sample.by_agents + deep.by_agents,
         by_lines: sample.by_lines + deep.by_lines,

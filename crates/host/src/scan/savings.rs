@@ -175,7 +175,7 @@ impl Savings {
                 tally.duplicates += n;
                 let first = pages.partition_point(|e| e.vm() < *vm);
                 let own = &pages[first..first + *n as usize];
-                own.iter().for_each(|e| rules.blocks[*vm].duplicate(e.page() * PAGE));
+                own.iter().for_each(|e| rules.blocks[*vm].set(e.page() * PAGE, 1));
             }
         }
     }
@@ -195,12 +195,14 @@ impl Savings {
     }
 }
 
-/// What is counted of a page: it was read, it has a duplicate, it is zeros.
-const KINDS: usize = 3;
+/// What is known of a page: it was read, it has a duplicate, it is zeros, and [`LINES_READ`].
+const KINDS: usize = 4;
+/// No more than lines of it were read.
+pub(super) const LINES_READ: usize = 3;
 /// Words of a block: [`WORDS`] for each kind.
 const CELLS: usize = KINDS * WORDS;
 
-/// A VM's RAM in blocks of 2 MiB, page by page: 3 bits each.
+/// A VM's RAM in blocks of 2 MiB, page by page: 4 bits each.
 #[derive(Debug, Default)]
 pub struct Blocks {
     ranges: Vec<(Range, Vec<AtomicU64>)>,
@@ -218,26 +220,28 @@ impl Blocks {
         Blocks { ranges: ram.map(|r| (*r, cells(r))).collect() }
     }
 
-    fn set(&self, address: u64, what: &[usize]) {
-        if let Some((range, cells)) = self.ranges.iter().find(|(r, _)| r.contains(address)) {
-            let block = ((address >> BLOCK_SHIFT) - (range.start >> BLOCK_SHIFT)) as usize;
-            let page = (address % BLOCK / PAGE) as usize;
-            for kind in what {
-                let word = block * CELLS + kind * WORDS + page / 64;
-                cells[word].fetch_or(1 << (page % 64), Relaxed);
-            }
+    /// Where a bit of a page is.
+    pub(super) fn bit(&self, address: u64, kind: usize) -> Option<(&AtomicU64, u64)> {
+        let (range, cells) = self.ranges.iter().find(|(r, _)| r.contains(address))?;
+        let block = ((address >> BLOCK_SHIFT) - (range.start >> BLOCK_SHIFT)) as usize;
+        let page = (address % BLOCK / PAGE) as usize;
+        Some((&cells[block * CELLS + kind * WORDS + page / 64], 1 << (page % 64)))
+    }
+
+    pub(super) fn set(&self, address: u64, kind: usize) {
+        if let Some((word, bit)) = self.bit(address, kind) {
+            word.fetch_or(bit, Relaxed);
         }
     }
 
     pub(super) fn read(&self, address: u64, zero: bool) {
-        self.set(address, if zero { &[0, 2] } else { &[0] });
+        self.set(address, 0);
+        if zero {
+            self.set(address, 2);
+        }
     }
 
-    fn duplicate(&self, address: u64) {
-        self.set(address, &[1]);
-    }
-
-    /// The blocks of which anything is known, in the order of their addresses. The first
+    /// The blocks of which more is known than lines, in the order of their addresses. The first
     /// of a range may begin before it.
     pub fn iter(&self) -> impl Iterator<Item = Block> + '_ {
         self.ranges.iter().flat_map(|(range, cells)| {

@@ -22,7 +22,7 @@ use rustix::io::Errno;
 
 use self::windows::{GENTLE_WINDOW, PIECE, SAMPLE, SPOT_CHECK_WINDOW, WINDOW, Windows};
 use super::agents::HashLink;
-use super::duplicate_filter::{DuplicateFilter, PageSet};
+use super::duplicate_filter::DuplicateFilter;
 use super::page_hashes::PageHashes;
 use super::rate_limit::{Pace, thread_cpu};
 use super::savings::Blocks;
@@ -54,9 +54,8 @@ pub(super) struct Job<'a> {
     by_agents: AtomicU64,
     by_lines: AtomicU64,
     round: Round,
-    /// What is known by lines, and of which pages of each VM.
+    /// What is known by lines.
     filter: Option<DuplicateFilter>,
-    lines_read: Vec<PageSet>,
     targets: &'a [Target],
     options: &'a Options,
     pace: &'a Pace,
@@ -137,7 +136,6 @@ impl<'a> Job<'a> {
         let held = targets.iter().map(|t| t.held).sum::<Bytes>();
         let filter =
             (options.filter && all && by_agents).then(|| DuplicateFilter::new(held.0 / PAGE));
-        let empty = |t: &Target| PageSet::new(if filter.is_some() { &t.ram } else { &[] });
         Job {
             root,
             key,
@@ -147,7 +145,6 @@ impl<'a> Job<'a> {
             by_agents: AtomicU64::new(0),
             by_lines: AtomicU64::new(0),
             round: Round::All,
-            lines_read: targets.iter().map(empty).collect(),
             filter,
             targets,
             options,
@@ -325,7 +322,7 @@ impl Worker<'_, '_> {
     fn sift(&mut self, window: Range) -> Result<()> {
         let (job, vm) = (self.job, self.vm);
         if let (Some(filter), Some(tags)) = (&job.filter, job.tags[vm]) {
-            let alone = job.lines_read[vm].sift(window, tags, filter);
+            let alone = job.blocks[vm].sift(window, tags, filter);
             job.by_lines.fetch_add(alone, Relaxed);
             self.account(0, Duration::ZERO);
         }
@@ -335,7 +332,7 @@ impl Worker<'_, '_> {
     /// Has pages read whole of which only lines were read.
     fn whole(&mut self, window: Range) -> Result<()> {
         let (job, vm) = (self.job, self.vm);
-        let runs = job.lines_read[vm].runs(window);
+        let runs = job.blocks[vm].lines_read(window);
         let rest = self.ask(job.agent(vm, window), &runs, false)?;
         if !rest.is_empty() {
             // Its agent has failed meanwhile. Some of it may be merged.

@@ -246,7 +246,6 @@ fn a_scan_tells_what_has_changed_since_the_last() {
     let third = scanner.scan(&targets(&holders), &options);
     assert_eq!(third.vms[0].pages.changed, 0);
     assert_eq!(third.vms[1].pages.changed, PAGES / 4);
-    assert_eq!(third.kept, Bytes(2 * 4 * PAGES), "four bytes a page");
 }
 
 #[test]

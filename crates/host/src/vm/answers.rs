@@ -7,7 +7,7 @@ use ebb_core::sample::{Heard, VmEvent};
 use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
-use super::questions::BALLOON_CHANGE;
+use super::questions::{BALLOON_CHANGE, INTERVAL_S};
 use super::{DETAILS, Kick, Query, Vm};
 use crate::inventory::Inquiry;
 use crate::libvirt;
@@ -22,7 +22,7 @@ impl Vm {
     pub fn hear(&mut self) -> bool {
         let mut kept = 0;
         for (query, id) in std::mem::take(&mut self.asked) {
-            match self.client.as_mut().and_then(|c| c.take_reply(id)) {
+            match self.client.as_mut().and_then(|c| c.protocol.take_reply(id)) {
                 Some(answer) => self.answer(query, answer),
                 None => {
                     self.asked.push((query, id));
@@ -163,9 +163,9 @@ impl Vm {
             Query::DeflateOnOom => self.deflate_on_oom = value.as_bool(),
             Query::Interval => {
                 let is = value.as_u64();
-                let fast = |s: &u64| *s > 0 && *s <= self.interval_s;
+                let fast = |s: &u64| *s > 0 && *s <= INTERVAL_S;
                 let known = self.interval;
-                let meant = known.or(is.filter(fast)).unwrap_or(self.interval_s);
+                let meant = known.or(is.filter(fast)).unwrap_or(INTERVAL_S);
                 self.interval = Some(meant);
                 // A shorter interval is left: another program may want it, or libvirt's bridge has
                 // set it.
@@ -230,7 +230,7 @@ impl Vm {
 
     pub(super) fn take_events(&mut self) {
         let Some(client) = &mut self.client else { return };
-        for event in client.take_events() {
+        for event in client.protocol.take_events() {
             if qmp_balloon::changes_devices(&event) {
                 self.looked_up = None;
                 self.inventory.look_anew();

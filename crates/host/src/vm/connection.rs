@@ -136,7 +136,7 @@ impl Vm {
     /// The connection, if commands are served promptly.
     pub fn usable(&mut self) -> Option<&mut Client> {
         let prompt = self.slow_since.is_none();
-        self.client.as_mut().filter(|c| prompt && c.state().serves())
+        self.client.as_mut().filter(|c| prompt && c.protocol.state().serves())
     }
 
     /// Has a lost connection tried again soon: the VM is owed something.
@@ -153,7 +153,7 @@ impl Vm {
             c.protocol.any_event(|e| {
                 qmp_balloon::URGENT.contains(&e.name.as_str())
                     || qmp_balloon::tells_more_than_ordered(e, actual, ordered)
-            }) || ready && c.state() == State::Failed
+            }) || ready && c.protocol.state() == State::Failed
         })
     }
 
@@ -269,7 +269,7 @@ impl Vm {
 
     /// Drops a failed connection and sets when to try again.
     pub(super) fn reap(&mut self, now: Instant) {
-        if self.client.as_ref().is_none_or(|c| c.failure().is_none()) {
+        if self.client.as_ref().is_none_or(|c| c.protocol.failure().is_none()) {
             return;
         }
         self.take_events();
@@ -300,11 +300,12 @@ impl Vm {
 
     pub(super) fn link(&self) -> Link {
         let Some(client) = &self.client else { return self.down.clone() };
-        if let Some((since, why)) = client.missed().filter(|_| client.failure().is_none()) {
+        if let Some((since, why)) = client.missed().filter(|_| client.protocol.failure().is_none())
+        {
             let (path, s) = (client.path().display(), since.elapsed().as_secs_f64());
             return Link::Slow(format!("{path}: {why}; for {s:.1} s"));
         }
-        match (client.state(), client.failure()) {
+        match (client.protocol.state(), client.protocol.failure()) {
             (_, Some(e @ QmpError::Taken(..))) => Link::Taken(e.to_string()),
             (_, Some(e)) => Link::Down(e.to_string()),
             (state, _) if state.serves() && self.slow_since.is_none() && self.ready => Link::Up,

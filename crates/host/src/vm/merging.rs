@@ -172,7 +172,7 @@ impl MergeLink {
     }
 
     fn begin(&mut self, want: Option<bool>, client: &mut Client) {
-        match client.send("query-memdev", None) {
+        match client.protocol.send("query-memdev", None) {
             Ok(id) => {
                 let (begun, step) = (Instant::now(), Step::Listing(id));
                 self.under_way = Some(UnderWay { want, begun, step });
@@ -246,7 +246,7 @@ impl MergeLink {
     ) -> Result<bool, MergeableError> {
         match &mut order.step {
             Step::Listing(id) => {
-                let Some(said) = client.take_reply(*id) else { return Ok(false) };
+                let Some(said) = client.protocol.take_reply(*id) else { return Ok(false) };
                 let backends = Backends::parse(&said?)?;
                 let paths = backends.paths.clone();
                 let state = look.and_then(|look| look.state.as_ref().ok());
@@ -259,12 +259,12 @@ impl MergeLink {
                     return Err(MergeableError::NoRam);
                 }
                 let set = |path: &String| qmp_balloon::set(path, "merge", json!(want));
-                let one = |path| client.send("qom-set", Some(set(path)));
+                let one = |path| client.protocol.send("qom-set", Some(set(path)));
                 order.step = Step::Setting(paths.iter().map(one).collect::<Result<_, _>>()?);
             }
             Step::Setting(ids) => {
                 let mut failed = None;
-                ids.retain(|id| match client.take_reply(*id) {
+                ids.retain(|id| match client.protocol.take_reply(*id) {
                     None => true,
                     Some(said) => {
                         failed = failed.take().or(said.err());
@@ -364,7 +364,7 @@ mod tests {
             }))
         };
         let peer = std::thread::spawn(move || qmp(listener.accept().unwrap().0, says));
-        let mut client = Client::connect(&path, Duration::from_secs(20)).unwrap();
+        let mut client = Client::new(&path);
         let result = run(&mut client, &|| *mark.lock().unwrap());
         drop(client);
         peer.join().unwrap();

@@ -30,7 +30,13 @@ impl Vm {
         let client = match &mut self.client {
             Some(c) if c.takes_late() && gives && !under_way => c,
             // What was not served a moment ago may not be served now, and would be late.
-            Some(c) if c.state().serves() && self.slow_since.is_none() && c.missed().is_none() => c,
+            Some(c)
+                if c.protocol.state().serves()
+                    && self.slow_since.is_none()
+                    && c.missed().is_none() =>
+            {
+                c
+            }
             _ => {
                 return Err(ActError::NoLink(match link {
                     Link::Slow(why) | Link::Taken(why) | Link::Down(why) => why,
@@ -38,7 +44,7 @@ impl Vm {
                 }));
             }
         };
-        let command = client.send("balloon", Some(json!({ "value": balloon.0 })))?;
+        let command = client.protocol.send("balloon", Some(json!({ "value": balloon.0 })))?;
         self.orders.push(PendingOrder { command, to: target, before: (self.ordered, self.loose) });
         (self.ordered, self.loose) = (Some(target), true);
         self.done_late = self.done_late.filter(|to| *to == target);
@@ -88,7 +94,7 @@ impl Vm {
         let orders: Vec<_> = self.orders.iter().map(|o| (o.command, o.to)).collect();
         for (command, to) in orders {
             let Some(client) = &mut self.client else { return };
-            match client.take_reply(command) {
+            match client.protocol.take_reply(command) {
                 Some(Err(QmpError::Busy(..) | QmpError::Command { .. })) => self.not_sent(command),
                 Some(answer) => {
                     self.done_late = answer.is_ok().then_some(to);
@@ -130,7 +136,7 @@ impl Vm {
         let (device, was) = (self.device.clone()?, self.interval_was?);
         let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(was));
         let client = self.client.as_mut().filter(|c| c.takes_late())?;
-        let command = client.send("qom-set", Some(set)).ok()?;
+        let command = client.protocol.send("qom-set", Some(set)).ok()?;
         if !client.is_shared() {
             client.pump();
         }
@@ -140,7 +146,7 @@ impl Vm {
     /// That was answered, or is still to be done.
     pub fn restored_interval(&mut self, command: u64) {
         let Some(client) = &mut self.client else { return };
-        match client.take_reply(command) {
+        match client.protocol.take_reply(command) {
             Some(Ok(_)) => self.interval_was = None,
             Some(Err(e @ QmpError::Command { .. })) => {
                 self.refusals += 1;
@@ -217,7 +223,7 @@ impl Vm {
         self.kicked = at;
         let Some(client) = &mut self.client else { return };
         for set in qmp_balloon::ask_now(&device, interval) {
-            if let Ok(id) = client.send("qom-set", Some(set)) {
+            if let Ok(id) = client.protocol.send("qom-set", Some(set)) {
                 client.protocol.forget(id);
             }
         }

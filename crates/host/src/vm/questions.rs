@@ -28,6 +28,8 @@ const LATE_EVERY: Duration = Duration::from_secs(10);
 pub(super) const TOLD_WITHIN: Duration = Duration::from_millis(1500);
 /// The event that a balloon has moved.
 pub(super) const BALLOON_CHANGE: &str = "BALLOON_CHANGE";
+/// Seconds between QEMU's questions to a guest.
+pub(super) const INTERVAL_S: u64 = 2;
 /// Devices and RAM size are looked up this often without any event.
 const LOOK_UP: Duration = Duration::from_secs(60);
 /// And this often while no balloon was found.
@@ -35,11 +37,11 @@ const LOOK_FOR: Duration = Duration::from_secs(5);
 
 impl Vm {
     /// Whether there may be anything that QEMU has not said yet. A guest at rest says something
-    /// when QEMU asks it, every `interval_s`; a balloon that moves is told by an event.
+    /// when QEMU asks it, every [`INTERVAL_S`]; a balloon that moves is told by an event.
     pub(super) fn may_have_news(&mut self, now: Instant) -> bool {
         let stats_due = self
             .stats_new
-            .is_none_or(|at| now - at + LOOKED_AT_EVERY >= Duration::from_secs(self.interval_s));
+            .is_none_or(|at| now - at + LOOKED_AT_EVERY >= Duration::from_secs(INTERVAL_S));
         stats_due
             || !self.ready
             || self.device.is_none()
@@ -183,7 +185,7 @@ impl Vm {
 
     pub(super) fn send(&mut self, query: Query, command: &str, arguments: Option<Value>) {
         let Some(client) = &mut self.client else { return };
-        match client.send(command, arguments) {
+        match client.protocol.send(command, arguments) {
             Ok(id) => self.asked.push((query, id)),
             Err(e) => self.answers.problems.push((format!("qmp {command}"), e.to_string())),
         }

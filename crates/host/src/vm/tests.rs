@@ -64,7 +64,7 @@ fn hear_all(vm: &mut Vm, patience: Duration) -> bool {
 fn vm(path: PathBuf) -> Vm {
     let args = QemuArgs { qmp: QmpAddress::Paths(vec![path]), ..QemuArgs::default() };
     let plain = QemuProcess::plain(VmId { pid: std::process::id(), start: 0 }, "v".into());
-    Vm::new(QemuProcess { args, ..plain }, 1, full_access())
+    Vm::new(QemuProcess { args, ..plain }, full_access())
 }
 
 /// A VM of 1 GiB, but for that, and its QEMU.
@@ -256,7 +256,6 @@ fn virtio_mem_is_a_part_of_ram_and_size_and_of_no_order() {
 #[test]
 fn a_still_vm_is_not_asked_before_its_guest_speaks_again_unless_something_happens() {
     let (_dir, qemu, mut vm) = with_qemu(|_| ());
-    vm.interval_s = 2;
     while tick(&mut vm).balloon.is_none_or(|b| b.guest.is_none()) {}
     let asks = |vm: &mut Vm| {
         let before = qemu.was_asked(WORDS);

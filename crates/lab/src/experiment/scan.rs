@@ -4,7 +4,7 @@
 //! with that the same bytes are hashed where they lie in this process (arm `raw`):
 //! what no scanner that hashes can beat. `rate` is bytes by the clock with one thread,
 //! `rate_two` with two, `scaling` their ratio; `rate_cpu` is bytes by a second of
-//! processor time of all threads, counting included, and `rate_reading` without that.
+//! processor time of all threads, counting included.
 //! In arm `ebb-guest` the agents hash; there are two VMs then, and two threads read one
 //! each, since an agent has one thread. Arm `ebb-lines` is the same as the daemon does it: four
 //! lines of each page first, and whole only what has a duplicate by those, of which noise has
@@ -233,7 +233,6 @@ fn details(
     agents: &HashMap<VmId, Arc<HashLink>>,
 ) -> Result<()> {
     let of_read = |s: &Scan, b: Bytes| b.0 as f64 / s.read.0 as f64;
-    let reading = |s: &Scan| s.read.0 as f64 / s.cpu_reading.as_secs_f64().max(1e-9);
     let mut scanner = Scanner::new(Root::default())?;
     scanner.use_agents(agents.clone());
     // What an arm compares with its last scan.
@@ -256,11 +255,12 @@ fn details(
     let mut add = |metric: &str, unit: &str, values: &[f64]| {
         outcome.add_median(arm, &format!("{metric}{suffix}"), unit, values);
     };
-    add("rate_reading", "bytes_per_second", &scans.iter().map(reading).collect::<Vec<_>>());
     add("rescan_page", "seconds", &again);
     add("look_page", "seconds", &looks);
     add("metadata", "fraction", &scans.iter().map(|s| of_read(s, s.table)).collect::<Vec<_>>());
-    add("metadata_kept", "fraction", &[of_read(&first, first.table + first.kept)]);
+    // Of each page 32 bits are kept.
+    let kept: u64 = targets.iter().flat_map(|t| &t.ram).map(|r| r.len / PAGE * 4).sum();
+    add("metadata_kept", "fraction", &[of_read(&first, first.table + Bytes(kept))]);
     Ok(())
 }
 

@@ -64,7 +64,7 @@ fn ask(socket: &Path, command: &str, arguments: Option<Value>) -> Result<Value, 
     let begun = Instant::now();
     let mut client = loop {
         let client = Client::new(socket);
-        match client.failure() {
+        match client.protocol.failure() {
             Some(QmpError::Taken(..)) if begun.elapsed() < CONNECT => std::thread::sleep(SLEEP),
             Some(why) => return Err(format!("connect: {why}")),
             None => break client,

@@ -62,7 +62,7 @@ fn what_a_cgroup_notifies_counts_for_two_seconds_where_there_is_no_psi() {
     let mut state = |ms, medium, critical| {
         // Below two reserves, above the marks.
         let mut s = with_left(Bytes::gib(2), sample(ms, vec![]));
-        s.host.vmpressure = Some(VmPressure { low: 9, medium, critical });
+        s.host.vmpressure = Some(VmPressure { medium, critical });
         tick(&mut memory, &s).host.shown.state
     };
     assert_eq!(state(1_000, 0, 0), Pressure::Clear, "cache is reclaimed: normal");

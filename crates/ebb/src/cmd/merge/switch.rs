@@ -3,7 +3,6 @@
 //! What may be open together ([`on`]) is decided here; how QEMU is told is the host crate's.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -21,7 +20,7 @@ use ebb_host::probe::ksm::ksmtuned;
 use ebb_host::probe::managers::{Manager, SocketKind, kind};
 use ebb_host::probe::process::{Life, life};
 use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
-use ebb_host::qmp::{Client, QmpError};
+use ebb_host::qmp::Client;
 use ebb_host::root::Root;
 
 use super::{Known, are_there, look};
@@ -31,7 +30,7 @@ use crate::daemon_client;
 use crate::table::emit;
 use crate::view::{State, Vm};
 
-/// How long a QMP socket may take to greet.
+/// How long QEMU may take to answer the first command.
 const QMP: Duration = Duration::from_secs(5);
 /// How long the daemon may take to open or close VMs.
 const DONE: Duration = Duration::from_secs(20);
@@ -254,22 +253,18 @@ fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
     };
     let mut last = None;
     for path in paths {
-        let own = match kind(&path, named, config.sockets) {
-            SocketKind::Shared => visit(path, process.id.pid),
+        let mut client = match kind(&path, named, config.sockets) {
+            SocketKind::Shared => Client::shared(path, process.id.pid),
             SocketKind::Others if Manager::of(&path).is_some() => {
                 last = Some(format!("{} is its manager's", path.display()));
                 continue;
             }
-            SocketKind::Own | SocketKind::Others => Client::connect(path, QMP),
+            SocketKind::Own | SocketKind::Others => Client::new(path),
         };
-        match own {
-            Ok(client) if client.is_shared() => return Ok(client),
-            Ok(client) if client.peer_pid().is_none_or(|p| p == process.id.pid) => {
-                return Ok(client);
-            }
-            Ok(client) => {
-                last = Some(format!("{}: served by another process", client.path().display()))
-            }
+        client.check_peer(process.id.pid);
+        // It serves us once it has answered.
+        match client.execute("query-status", None, QMP) {
+            Ok(_) => return Ok(client),
             Err(e) => last = Some(e.to_string()),
         }
     }
@@ -284,12 +279,6 @@ fn of_domain(domain: &str) -> String {
          give it a socket for Ebb, at its next start ({})",
         in_description("-qmp", &socket)
     )
-}
-
-/// A client that is connected for each command only, once QEMU has answered the first.
-fn visit(path: PathBuf, pid: u32) -> Result<Client, QmpError> {
-    let mut client = Client::shared(path, pid);
-    client.execute("query-status", None, QMP).map(|_| client)
 }
 
 pub(super) fn off_all(config: &Config) -> Result<bool> {

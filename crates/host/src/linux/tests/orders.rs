@@ -115,7 +115,7 @@ fn scene() -> Scene {
         QemuArgs { qmp: QmpAddress::Paths(vec![qmp]), agent: Some(socket), ..QemuArgs::default() };
     let process = QemuProcess { args, ..QemuProcess::plain(vm, "a".into()) };
     let mut host = host(&tree, Options { deadline: LONG, ..Options::default() });
-    host.vms.insert(vm, Vm::new(process, 1, full_access()));
+    host.vms.insert(vm, Vm::new(process, full_access()));
     let mut scene = Scene { host, vm, shared, _tree: tree };
     eventually(|| {
         scene.tick();

@@ -75,14 +75,14 @@ fn poll(client: &mut Client) -> Duration {
 fn a_shared_socket_is_connected_to_for_a_batch_and_left_with_its_last_answer() {
     let server = server();
     let mut client = server.client();
-    assert_eq!(client.state(), State::Away);
+    assert_eq!(client.protocol.state(), State::Away);
     poll(&mut client);
     assert!(server.is_left_alone(), "nothing is to be asked");
     for batch in [&["query-status", "query-balloon"][..], &["balloon"][..]] {
-        let ids: Vec<u64> = batch.iter().map(|c| client.send(c, None).unwrap()).collect();
+        let ids: Vec<u64> = batch.iter().map(|c| client.protocol.send(c, None).unwrap()).collect();
         server.is_asked(&mut client, batch);
-        assert!(ids.iter().all(|id| matches!(client.take_reply(*id), Some(Ok(_)))));
-        assert_eq!((client.state(), client.fd().is_none()), (State::Away, true));
+        assert!(ids.iter().all(|id| matches!(client.protocol.take_reply(*id), Some(Ok(_)))));
+        assert_eq!((client.protocol.state(), client.fd().is_none()), (State::Away, true));
     }
     assert!(server.is_left_alone() && client.missed().is_none());
     assert!(client.longest_visit().unwrap() > Duration::ZERO);
@@ -97,19 +97,19 @@ fn a_client_that_is_not_served_leaves_soon_has_sent_nothing_and_does_not_fill_th
     let served = server.listener.accept().unwrap();
     let mut client = server.client();
     for _ in 0..3 {
-        let order = client.send("balloon", Some(json!({ "value": 1 }))).unwrap();
+        let order = client.protocol.send("balloon", Some(json!({ "value": 1 }))).unwrap();
         poll_all(&mut [&mut client], Instant::now() + LONG);
-        let said = client.take_reply(order);
+        let said = client.protocol.take_reply(order);
         let Some(Err(QmpError::Busy(_, why))) = &said else { panic!("{said:?}") };
         assert_eq!(why, "another client is served, or QEMU hangs");
-        assert!(client.missed().is_some() && client.state() == State::Away);
+        assert!(client.missed().is_some() && client.protocol.state() == State::Away);
     }
     drop((manager, served));
     assert_eq!(server.hears(), "");
     assert!(server.is_left_alone(), "one connection was made for three batches");
-    let id = client.send("query-status", None).unwrap();
+    let id = client.protocol.send("query-status", None).unwrap();
     server.is_asked(&mut client, &["query-status"]);
-    assert!(matches!(client.take_reply(id), Some(Ok(_))) && client.missed().is_none());
+    assert!(matches!(client.protocol.take_reply(id), Some(Ok(_))) && client.missed().is_none());
 }
 
 /// Who makes a client for a socket does not know of the one before.
@@ -119,14 +119,14 @@ fn a_client_that_was_dropped_is_in_the_queue_and_the_next_one_waits_for_it() {
     let _manager = UnixStream::connect(&server.path).unwrap();
     let _served = server.listener.accept().unwrap();
     let mut first = server.client();
-    first.send("query-status", None).unwrap();
+    first.protocol.send("query-status", None).unwrap();
     first.flush();
-    assert_eq!(first.state(), State::Greeting);
+    assert_eq!(first.protocol.state(), State::Greeting);
     drop(first);
     let mut next = server.client();
-    let id = next.send("query-status", None).unwrap();
+    let id = next.protocol.send("query-status", None).unwrap();
     poll(&mut next);
-    assert!(matches!(next.take_reply(id), Some(Err(QmpError::Busy(..)))));
+    assert!(matches!(next.protocol.take_reply(id), Some(Err(QmpError::Busy(..)))));
     assert!(matches!(Client::knock(&server.path), Err(QmpError::Busy(..))));
     assert!(server.listener.accept().is_ok() && server.is_left_alone(), "one was made");
 }
@@ -135,13 +135,16 @@ fn a_client_that_was_dropped_is_in_the_queue_and_the_next_one_waits_for_it() {
 fn a_command_that_was_not_sent_can_be_taken_back() {
     let server = server();
     let mut client = server.client();
-    let order = client.send("balloon", Some(json!({ "value": 1 }))).unwrap();
-    let id = client.send("query-status", None).unwrap();
+    let order = client.protocol.send("balloon", Some(json!({ "value": 1 }))).unwrap();
+    let id = client.protocol.send("query-status", None).unwrap();
     poll(&mut client);
     assert!(client.protocol.take_back(order) && !client.protocol.take_back(order));
     server.is_asked(&mut client, &["query-status"]);
     assert!(!client.protocol.take_back(id), "it was sent");
-    assert!(matches!(client.take_reply(id), Some(Ok(_))) && client.take_reply(order).is_none());
+    assert!(
+        matches!(client.protocol.take_reply(id), Some(Ok(_)))
+            && client.protocol.take_reply(order).is_none()
+    );
 }
 
 /// A QEMU that swaps may take long.
@@ -149,24 +152,25 @@ fn a_command_that_was_not_sent_can_be_taken_back() {
 fn a_client_that_is_the_next_stays_for_a_slow_qemu() {
     let server = server();
     let mut client = server.client();
-    let id = client.send("query-status", None).unwrap();
+    let id = client.protocol.send("query-status", None).unwrap();
     poll(&mut client);
-    assert_eq!((client.state(), client.missed().is_some()), (State::Greeting, false));
+    assert_eq!((client.protocol.state(), client.missed().is_some()), (State::Greeting, false));
     server.is_asked(&mut client, &["query-status"]);
-    assert!(matches!(client.take_reply(id), Some(Ok(_))));
+    assert!(matches!(client.protocol.take_reply(id), Some(Ok(_))));
 }
 
 #[test]
 fn a_qemu_that_owes_an_answer_is_left_after_a_second() {
     let server = server();
     let mut client = server.client();
-    let id = client.send("query-status", None).unwrap();
+    let id = client.protocol.send("query-status", None).unwrap();
     client.flush();
     let (mut stream, _) = server.listener.accept().unwrap();
     stream.write_all(b"{\"QMP\":{\"version\":{},\"capabilities\":[]}}\n").unwrap();
     let begun = Instant::now();
     poll_all(&mut [&mut client], begun + LONG);
-    assert!(matches!(client.take_reply(id), Some(Err(QmpError::Left(..)))));
+    let error = client.protocol.take_reply(id).unwrap().unwrap_err().to_string();
+    assert!(error.ends_with(": no answer within 1.0 s"), "{error}");
     let took = begun.elapsed();
     assert!(took >= Duration::from_millis(900) && took < LONG, "{took:?}");
     assert!(client.missed().is_some() && client.fd().is_none());
@@ -176,9 +180,9 @@ fn a_qemu_that_owes_an_answer_is_left_after_a_second() {
 fn a_socket_that_another_process_serves_is_not_spoken_to() {
     let server = server();
     let mut client = Client::shared(&server.path, std::process::id() + 1);
-    client.send("query-status", None).unwrap();
+    client.protocol.send("query-status", None).unwrap();
     poll(&mut client);
-    let why = client.failure().unwrap().to_string();
+    let why = client.protocol.failure().unwrap().to_string();
     assert!(why.contains("served by process"), "{why}");
     assert_eq!(server.hears(), "");
 }

@@ -20,6 +20,7 @@ use crate::scan::Changes;
 use crate::scan::agents::HashLink;
 use crate::scan::duplicate_filter::AHEAD;
 use crate::scan::page_hashes::tag;
+use crate::scan::savings::LINES_READ;
 use crate::sys::{Range, VECTOR_MAX, read_process};
 
 impl<'a> Job<'a> {
@@ -80,7 +81,7 @@ impl Worker<'_, '_> {
                 }
                 let address = number * PAGE;
                 match self.note(address, hash, shared) {
-                    true if lines => job.lines_read[self.vm].insert(address),
+                    true if lines => job.blocks[self.vm].set(address, LINES_READ),
                     true => self.keep(address, Some(hash).filter(|h| *h != 0)),
                     false => {}
                 }

@@ -70,7 +70,7 @@ fn a_managers_socket_is_visited_for_a_tick_and_free_between_two() {
     assert!(sample.balloon.is_some() && sample.link == Link::Up);
     assert!(vm.client.as_ref().unwrap().fd().is_none(), "it is left");
     assert!(qemu.it().visits >= 5);
-    assert_eq!((qemu.it().interval, vm.interval_was), (1, Some(7)));
+    assert_eq!((qemu.it().interval, vm.interval_was), (2, Some(7)));
     // It is not managed any more.
     vm.access.managed = false;
     leave(&mut vm);
@@ -163,7 +163,7 @@ fn the_answer_to_an_order_that_a_later_one_ended_is_not_kept() {
         let last = vm.order(Bytes::mib(400 + size), true).unwrap();
         let answer = within_a_minute(|| {
             vm.client.iter_mut().for_each(Client::pump);
-            vm.client.as_mut().unwrap().take_reply(last)
+            vm.client.as_mut().unwrap().protocol.take_reply(last)
         });
         vm.answered(last, answer.is_ok());
     }
@@ -181,7 +181,7 @@ fn a_vm_that_is_managed_again_is_asked_for_its_interval() {
     assert_eq!(qemu.it().interval, 7);
     vm.access.managed = true;
     (0..3).for_each(|_| drop(visit(&mut vm)));
-    assert_eq!((qemu.it().interval, vm.interval_was), (1, Some(7)));
+    assert_eq!((qemu.it().interval, vm.interval_was), (2, Some(7)));
     vm.access.managed = false;
     leave(&mut vm);
     assert_eq!(qemu.it().interval, 7);
@@ -258,7 +258,6 @@ fn an_order_that_was_not_sent_is_not_in_force() {
 #[test]
 fn an_interval_that_was_left_at_none_is_set_again_and_not_taken_for_the_managers() {
     let (_tree, qemu, mut vm) = shared(|it| (it.interval, it.faults) = (2, [7].into()));
-    vm.interval_s = 2;
     (0..4).for_each(|_| drop(visit(&mut vm)));
     qemu.it().sets = Some(1);
     vm.prepare_kick();

@@ -62,7 +62,7 @@ impl Parts {
 
 /// Where the other part is.
 fn other_part(guest: &Guest) -> Range<u64> {
-    let mut qmp = qmp::Client::connect(&guest.vm.qmp_path, MINUTE).unwrap();
+    let mut qmp = qmp::Client::new(&guest.vm.qmp_path);
     let parts = agent_requests::segments(&mut qmp, MINUTE).unwrap();
     assert_eq!(parts.len(), 2, "{parts:?}");
     parts[1].hva..parts[1].hva + parts[1].size
