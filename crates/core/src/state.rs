@@ -81,6 +81,8 @@ pub struct LimitMemory {
     pub urgency: f64,
     /// What others than VMs used of it lately.
     pub others: Recent,
+    /// What all guests below it needed at one moment lately.
+    pub needs: Recent,
     /// The VMs that were below it: where another one comes, what it holds may count as others' for a
     /// moment.
     pub vms: Vec<VmId>,
@@ -338,11 +340,9 @@ impl Memory {
         (at.since(when) < NOTIFIED_LIFE_MS).then_some(state)
     }
 
-    /// State and urgency of a limit at the last tick, and what others than VMs used of it lately;
-    /// `None`: it is new.
-    pub fn past(&self, limit: &str) -> Option<(Pressure, f64, &Recent)> {
-        let l = self.limits.iter().find(|l| l.name == limit)?;
-        Some((l.state, l.urgency, &l.others))
+    /// What is remembered of a limit; `None`: it is new.
+    pub fn past(&self, limit: &str) -> Option<&LimitMemory> {
+        self.limits.iter().find(|l| l.name == limit)
     }
 
     /// Takes in the limits, and what others than VMs use of each, where it is known.
@@ -351,6 +351,8 @@ impl Memory {
             let below = || model.vms.iter().filter(|v| v.is_below(limit));
             let vms: Vec<VmId> = below().map(|v| v.id).collect();
             let was = self.limits.iter().find(|l| l.name == limit.name);
+            let mut needs = was.map(|l| l.needs.clone()).unwrap_or_default();
+            needs.see(model.at, below().filter_map(|v| Some(v.guest?.need)).sum());
             let mut others = was.map(|l| l.others.clone()).unwrap_or_default();
             let new = below().filter(|v| was.is_some_and(|l| !l.vms.contains(&v.id)));
             others.lower(model.at, FOUND_MS, new.filter_map(|v| v.resident).sum());
@@ -359,7 +361,7 @@ impl Memory {
                 others.see(model.at, (limit.capacity - limit.headroom) - held);
             }
             let (name, state, urgency) = (limit.name.clone(), limit.state, limit.urgency);
-            LimitMemory { name, state, urgency, others, vms, seen: model.at }
+            LimitMemory { name, state, urgency, others, needs, vms, seen: model.at }
         };
         let now = &model.host.limits;
         // One that can be reached at times only keeps what others used of it, as long as peaks are

@@ -10,8 +10,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
 use ebb_core::mapping::Mapping;
-use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE};
 use ebb_core::wire::Segment;
+use ebb_core::wire::abi::{self, MAP_PFNS, MAP_WORDS, PAGE};
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, major, minor, stat};
 
 use crate::sys::{self, Range};

@@ -197,7 +197,7 @@ impl HostModel {
                 // A v1 cgroup has no PSI of its own.
                 notified: memory.notified_at(sample.at).filter(|_| tells && psi.is_none()),
             };
-            let before = memory.past(&limit.name).map(|(state, urgency, _)| (state, urgency));
+            let before = memory.past(&limit.name).map(|l| (l.state, l.urgency));
             limit.judge(&stall, before.unwrap_or_default(), dt_ms);
         }
         host.limits = limits.into_iter().map(|(limit, _)| limit).collect();

@@ -143,7 +143,7 @@ pub fn supply(model: &Model, memory: &Memory) -> Supply {
         headroom: limit.headroom,
         reserve: limit.reserve,
         promised: limit.promised + limit.outstanding,
-        others: memory.past(&limit.name).map_or(Bytes::ZERO, |past| past.2.highest())
+        others: memory.past(&limit.name).map_or(Bytes::ZERO, |past| past.others.highest())
             - model.others(),
         needed: inside().map(needed).sum(),
         swap: limit.swap_left,

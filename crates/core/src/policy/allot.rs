@@ -7,6 +7,10 @@
 //! within T they are likely to use again. So where T is short the oldest peaks go first, as in
 //! any LRU list, and no period of a load is built in.
 //!
+//! Before any peak comes what guests can grow by before Ebb sees it: as fast as each grew lately, for
+//! as long as its answers are late. Together they grow no further than they did lately: what guests
+//! need by turns is provided for once.
+//!
 //! Peaks come before margins: a guest that is below its peak has its margin and its page cache
 //! there. Only when all peaks of half an hour fit, margins and the host's part grow, by the same
 //! share. Where not even needs and least margins fit, both shrink by the same share. These levels
@@ -33,10 +37,20 @@ const BASE_MS: f64 = 300.0;
 /// whatever the weight, as the host's OOM killer would be next. Above the last T there are levels
 /// at which both grow to [`MARGIN_MOST`] buffers and to [`CACHE_PART`] of the reserve.
 const SQUEEZES: i32 = 8;
+/// Levels between T = 0 and the first T, at which guests have more and more of what they can grow
+/// by before that is seen.
+const UNSEEN: i32 = 8;
+/// What passes, milliseconds, until a guest has memory after its answer: a tick and an order.
+const REACTION_MS: f64 = 200.0;
 const SQUEEZED: f64 = 0.4;
-/// No VM has less than this share of its least margin, however small its weight.
+/// No VM has less than this share of its least margin, however small its weight. With less than a
+/// short mark it is in distress and is given memory, so none is taken there, but where the host's OOM
+/// killer would be next.
 const LEAST_SHARE: f64 = 0.2;
 const COMFORTS: i32 = 12;
+/// The numbers of the level with the longest T, and of the highest one.
+const LONGEST: i32 = UNSEEN + TIMES;
+const HIGHEST: i32 = LONGEST + COMFORTS;
 /// From this comfort level on all of the page cache that is kept counts beside the peaks.
 const CACHED: i32 = 2;
 const MARGIN_MOST: f64 = 3.0;
@@ -83,28 +97,39 @@ pub(super) struct Level {
     host: f64,
     /// How much of its page cache a guest has beside its peak.
     cache: f64,
+    /// How much it has of what it can grow by before that is seen.
+    unseen: f64,
 }
 
 impl Level {
     /// What is needed now, and least margins.
-    pub(super) const NOW: Level =
-        Level { within_ms: 0, least: 1.0, bare: 0.0, more: 0.0, host: 0.0, cache: 0.0 };
+    pub(super) const NOW: Level = Level {
+        within_ms: 0,
+        least: 1.0,
+        bare: 0.0,
+        more: 0.0,
+        host: 0.0,
+        cache: 0.0,
+        unseen: 0.0,
+    };
     /// What was needed within a minute, and whole buffers.
     pub(super) const CALM: Level = Level { within_ms: CALM_MS, more: 1.0, ..Level::NOW };
 
-    /// The level of this number, from -2 · [`SQUEEZES`] to [`TIMES`] + [`COMFORTS`].
+    /// The level of this number, from -2 · [`SQUEEZES`] to [`HIGHEST`].
     fn of(number: i32) -> Level {
         let share = |n: i32, of: i32| f64::from(n.clamp(0, of)) / f64::from(of);
         let squeezed = share(-number, SQUEEZES);
-        let comfort = share(number - TIMES, COMFORTS);
-        let times = number.min(TIMES);
+        let beyond = number - LONGEST;
+        let comfort = share(beyond, COMFORTS);
+        let times = (number - UNSEEN).min(TIMES);
         Level {
             within_ms: if times <= 0 { 0 } else { (BASE_MS * LONGER.powi(times)) as u64 },
             least: 1.0 - squeezed * (1.0 - SQUEEZED),
             bare: share(-number - SQUEEZES, SQUEEZES),
             more: comfort * MARGIN_MOST,
             host: if squeezed > 0.0 { -squeezed * (1.0 - SQUEEZED) } else { comfort },
-            cache: share(number - TIMES, CACHED),
+            cache: share(beyond, CACHED),
+            unseen: share(number, UNSEEN),
         }
     }
 
@@ -141,7 +166,15 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level:
     let most = vm.ceiling.max(vm.floor).max(vm.actual.unwrap_or_default());
     // One below its peak has room for its cache there.
     let beside = hot.share(level.cache);
-    (was + beside).max(g.soon() + margin + hot).max(vm.floor).min(most)
+    let unseen = unseen_growth(at, g, m).share(level.unseen);
+    let apart = g.short_mark.share(1.0 - level.bare * (1.0 - LEAST_SHARE * LEAST_MARKS));
+    (was + beside).max(g.soon() + margin + hot).max(g.need + unseen + apart).max(vm.floor).min(most)
+}
+
+/// What it can grow by before it has memory for that: as fast as it did lately, and no further.
+fn unseen_growth(at: Stamp, g: &GuestModel, m: &VmMemory) -> Bytes {
+    let ms = REACTION_MS + m.late_ms;
+    m.fastest.rate(at).share(ms / 1000.0).min(m.recent.highest() - g.need)
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -286,28 +319,37 @@ pub(super) fn allot(
     let (with_swap, without) = CACHE_PART;
     let swaps = host.swap_left >= host.reserve.share(with_swap);
     let (most, least) = if swaps { (with_swap, HOST_LEAST.0) } else { (without, HOST_LEAST.1) };
-    let (others, lately) = (model.others(), memory.past(&host.name).map(|past| past.2));
+    let (others, past) = (model.others(), memory.past(&host.name));
     // What others than VMs needed lately they are likely to need again.
     let keep_at = |level: Level| {
         let part = match level.host {
             more if more > 0.0 => least + (most - least) * more,
             less => least * (1.0 + less),
         };
-        keep_of(part) + (lately.map_or(others, |l| l.peak(at, level.within_ms)) - others)
+        keep_of(part) + (past.map_or(others, |l| l.others.peak(at, level.within_ms)) - others)
+    };
+    // What they need by turns is provided for once.
+    let unseen: Bytes = known.iter().map(|c| unseen_growth(at, c.g, c.m)).sum();
+    let needs: Bytes = known.iter().map(|c| c.g.need).sum();
+    let together = past.map_or(Bytes::ZERO, |l| l.needs.highest()) - needs;
+    let together = together.fraction_of(unseen.max(Bytes(1))).min(1.0);
+    let level_of = |number| {
+        let level = Level::of(number);
+        Level { unseen: level.unseen * together, ..level }
     };
     let need = |level| known.iter().map(|c| c.holds(at, level)).sum::<Bytes>() + keep_at(level);
     // The highest level at which all fits.
     let lowest = if swaps { -SQUEEZES } else { -2 * SQUEEZES };
-    let (mut fits, mut too_much) = (lowest, TIMES + COMFORTS + 1);
+    let (mut fits, mut too_much) = (lowest, HIGHEST + 1);
     while too_much - fits > 1 {
         let middle = (fits + too_much) / 2;
-        if need(Level::of(middle)) <= all { fits = middle } else { too_much = middle }
+        if need(level_of(middle)) <= all { fits = middle } else { too_much = middle }
     }
-    let level = Level::of(fits);
+    let level = level_of(fits);
     let keep_by_cache = keep_at(level);
     let keep = keep_of(1.0).max(keep_by_cache);
     // What is left of it goes the same way to what comes next.
-    let next = Level::of((fits + 1).min(TIMES + COMFORTS));
+    let next = level_of((fits + 1).min(HIGHEST));
     let (now, then) = (need(level), need(next));
     let part = if then > now { (all - now).fraction_of(then - now).min(1.0) } else { 1.0 };
     let between = |short: Bytes, long: Bytes| short + (long - short).share(part);
@@ -315,14 +357,14 @@ pub(super) fn allot(
     for c in &known {
         let of = |level| c.wants(at, level);
         let keeps = between(of(level), of(next));
-        let good = if c.has_grown() { keeps } else { of(Level::of((fits - APART).max(lowest))) };
+        let good = if c.has_grown() { keeps } else { of(level_of((fits - APART).max(lowest))) };
         let within_ms = level.within_ms.min(ASSURED_MS);
         let assured = of(Level { within_ms, more: 0.0, ..level });
         let most = (fits < 0).then_some(keeps);
         parts[c.index] = Some(Part { keeps, good, assured: assured.min(good), most });
     }
     // What they hold and do not need is not free to give either.
-    let all_needs = |c: &VmNeed<'_>| (c.needs(at, Level::of(TIMES)) - c.apart).max(c.held);
+    let all_needs = |c: &VmNeed<'_>| (c.needs(at, level_of(LONGEST)) - c.apart).max(c.held);
     let contended = known.iter().map(all_needs).sum::<Bytes>() + keep > all;
     let all_growth: Vec<_> = known.iter().map(|c| c.growth(at, level)).collect();
     let growth: Bytes = all_growth.iter().map(|(alone, _)| *alone).sum();
@@ -340,6 +382,7 @@ mod tests {
     use super::*;
     use crate::model::{HostModel, Limit, Trust};
     use crate::sample::VmId;
+    use crate::state::LimitMemory;
 
     /// What a guest of 1 GiB with 200 MiB of page cache wants, MiB.
     fn wants(weight: f64, need: u64, m: &VmMemory, level: Level) -> u64 {
@@ -362,9 +405,65 @@ mod tests {
         let mut m = VmMemory::default();
         m.recent.see(Stamp(0), Bytes::mib(700));
         let want = |need, number| wants(1.0, need, &m, Level::of(number));
-        assert_eq!((want(300, TIMES), want(600, TIMES)), (700, 800));
-        let more = [1, CACHED, COMFORTS].map(|n| want(300, TIMES + n));
+        assert_eq!((want(300, LONGEST), want(600, LONGEST)), (700, 800));
+        let more = [1, CACHED, COMFORTS].map(|n| want(300, LONGEST + n));
         assert_eq!(more, [800, 900, 900], "beside it where there is more, before margins grow");
+    }
+
+    /// A host with 1250 MiB for two guests of 1 GiB that need up to 486, and have 358 of page cache.
+    /// One has all that it needs. The other begins; it grows by 850 MiB/s, and is heard 700 ms late.
+    /// They needed this much together lately. What the second is to have.
+    fn second_keeps(late_ms: f64, mib_a_second: u64, together: u64) -> u64 {
+        let at = Stamp(10_000_000);
+        let guest = |pid, need| {
+            let (id, ram, need) = (VmId { pid, start: 1 }, Bytes::gib(1), Bytes::mib(need));
+            let g = GuestModel {
+                need,
+                working_set: need,
+                short_mark: Bytes::mib(40),
+                buffer: Bytes::mib(122),
+                cache: Bytes::mib(358),
+                deflate_on_oom: true,
+                ..GuestModel::default()
+            };
+            let vm = VmModel {
+                id,
+                ram: Some(ram),
+                actual: Some(ram),
+                ceiling: ram,
+                resident: Some(need),
+                weight: 1.0,
+                standing: Standing::Ready,
+                trust: Trust { level: 1.0, ..Trust::default() },
+                guest: Some(g),
+                ..VmModel::default()
+            };
+            let mut m = VmMemory { id, late_ms, ..VmMemory::default() };
+            m.recent.see(Stamp(at.0 - 20_000), Bytes::mib(486));
+            m.recent.see(at, need);
+            m.fastest.see(at, (mib_a_second << 20) as f64);
+            (vm, m)
+        };
+        let (a, b) = (guest(1, 486), guest(2, 123));
+        let (name, reserve) = ("host".to_owned(), Bytes::mib(500));
+        let headroom = Bytes::mib(1250 - 486 - 123 + 100);
+        let shown = Limit { name: name.clone(), headroom, reserve, ..Limit::default() };
+        let host = HostModel { known: true, shown, ..HostModel::default() };
+        let model = Model { at, host, vms: vec![a.0, b.0], ..Model::default() };
+        let mut past = LimitMemory { name, ..LimitMemory::default() };
+        past.needs.see(at, Bytes::mib(together));
+        let memory = Memory { vms: vec![a.1, b.1], limits: vec![past], ..Memory::default() };
+        let allotted = allot(&model, &memory, &[Bytes::ZERO; 2], &[Bytes(u64::MAX); 2]);
+        allotted.parts[1].unwrap().keeps.0 >> 20
+    }
+
+    #[test]
+    fn what_a_guest_grows_by_before_it_is_seen_comes_before_the_page_cache_of_others() {
+        let unseen = second_keeps(700.0, 850, 2 * 486);
+        assert!(unseen >= 486, "{unseen}");
+        let (slow, by_turns) =
+            (second_keeps(0.0, 50, 2 * 486), second_keeps(700.0, 850, 486 + 123));
+        assert!(slow < 420 && by_turns < 420, "{slow} {by_turns}");
     }
 
     /// The example of docs/policies.md.

@@ -191,7 +191,10 @@ mod tests {
         let [not] = &unheeded(&tick, &model)[..] else { panic!() };
         assert_eq!((not.vm, &not.message), (Some(b.0), &why));
         let said = crate::view::Problem::new(not, &model).to_string();
-        assert_eq!(said, format!("{}: not asked for its memory as the operator wished: {why}", b.1));
+        assert_eq!(
+            said,
+            format!("{}: not asked for its memory as the operator wished: {why}", b.1)
+        );
     }
 
     #[test]

@@ -122,7 +122,8 @@ fn what_others_used_is_kept_where_a_limit_comes_and_goes() {
         let mut seen = with_left(left, sample(s * 1_000, vec![below(7), below(8)]));
         seen.host.other_limits = inner.map(limit).into_iter().collect();
         tick(&mut memory, &seen);
-        let others = |name: &str| memory.past(name).map_or(Bytes::ZERO, |past| past.2.highest());
+        let others =
+            |name: &str| memory.past(name).map_or(Bytes::ZERO, |past| past.others.highest());
         ([others("host"), others("/t")], memory.limits.len())
     };
     // 6 GiB of the host are used for two seconds, and later 3800 MiB of the slice.
@@ -146,7 +147,7 @@ fn what_a_vm_holds_that_comes_or_goes_is_not_taken_for_others() {
     let mut others = |at: u64, vms: Vec<VmSample>| {
         // 6 GiB are used by VMs, or by one that is not seen any more.
         tick(&mut memory, &with_left(gib(10), sample(at, vms)));
-        memory.past("host").map_or(Bytes::ZERO, |past| past.2.highest())
+        memory.past("host").map_or(Bytes::ZERO, |past| past.others.highest())
     };
     let vm = |resident: Option<Bytes>| {
         let process = resident.map(|anon| ProcessMemory { anon, ..ProcessMemory::default() });

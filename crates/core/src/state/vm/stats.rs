@@ -27,6 +27,9 @@ const AGAIN_MS: u64 = 100;
 /// After this many samples with the same statistics and the same balloon size, the statistics are
 /// taken to be of that size.
 const AGAIN_LOOKS: u32 = 3;
+/// How fast the known lateness of answers changes, milliseconds a millisecond: one second is
+/// forgotten in 40.
+const LATE_PACE: f64 = 0.5;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
 
@@ -245,7 +248,31 @@ impl VmMemory {
     }
 }
 
+/// An estimate of the age that statistics exceed in one of 20 moments: it grows by 19 parts where
+/// these do, and else sinks by one.
+pub(super) fn later(late_ms: f64, age_ms: u64, dt_ms: u64) -> f64 {
+    let step = if age_ms as f64 > late_ms { 0.95 } else { -0.05 };
+    (late_ms + step * LATE_PACE * dt_ms.min(1_000) as f64).max(0.0)
+}
+
 /// Whether the guest said nothing new (age and update time apart).
 fn same_stats(a: &GuestStats, b: &GuestStats) -> bool {
     GuestStats { updated_s: 0, age_ms: 0, ..*a } == GuestStats { updated_s: 0, age_ms: 0, ..*b }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn how_late_answers_are_is_known_within_seconds_and_forgotten_within_a_minute() {
+        let see = |late_ms, ages: &[u64], times| {
+            (0..times).fold(late_ms, |late_ms, i| later(late_ms, ages[i % ages.len()], 100))
+        };
+        assert!(see(0.0, &[40], 600) < 100.0, "punctual");
+        let late = see(0.0, &[40, 300, 500, 700], 100);
+        assert!((600.0..=750.0).contains(&late), "{late}");
+        assert!(see(0.0, &[&[40; 39][..], &[700]].concat(), 4000) < 200.0, "one in forty is rare");
+        assert!(see(late, &[40], 400) < 100.0);
+    }
 }
