@@ -494,7 +494,7 @@ mod tests {
             ),
             ("[vm.a]\nmax = \"0%\"", "f:2: vm.a.max: 0% is no memory: max must be above 0"),
             ("[defaults]\nmax = 0", "f:2: defaults.max: 0 B is no memory"),
-            ("[vm.a]\nmin = \"120%\"", "f:2: min: “120%” is not a share: 0% to 100%"),
+            ("[vm.a]\nmin = \"120%\"", "f:2: vm.a.min: “120%” is not a share: 0% to 100%"),
             ("[vm.a]\nmin = true", "f:2: min: expected a size such as"),
             ("[vm.a]\nqmp = \"x\"", "f:2: vm.a.qmp: “x” is not an absolute path"),
             (

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 use toml::Spanned;
 
 use super::*;
@@ -136,24 +136,19 @@ enum RawUser {
 }
 
 /// An amount as written: `"25%"`, `"512MiB"` or a number of bytes.
-struct RawAmount(Amount);
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a size such as \"512MiB\" or a share such as \"25%\"")]
+enum RawAmount {
+    Number(u64),
+    Text(String),
+}
 
-impl<'de> Deserialize<'de> for RawAmount {
-    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<RawAmount, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(
-            untagged,
-            expecting = "expected a size such as \"512MiB\" or a share such as \"25%\""
-        )]
-        enum Any {
-            Number(u64),
-            Text(String),
-        }
-        let amount = match Any::deserialize(d)? {
-            Any::Number(n) => Amount::Bytes(Bytes(n)),
-            Any::Text(t) => amount(&t).map_err(serde::de::Error::custom)?,
-        };
-        Ok(RawAmount(amount))
+impl RawAmount {
+    fn read(self) -> Result<Amount, String> {
+        with_unit(match self {
+            RawAmount::Number(n) => Amount::Bytes(Bytes(n)),
+            RawAmount::Text(text) => amount(&text)?,
+        })
     }
 }
 
@@ -401,11 +396,11 @@ impl Checker<'_> {
         // Where only `max` is in this section, `min` is that of all VMs.
         let of_min = raw.min.as_ref().map(|min| ("min", min.span()));
         let limit = of_min.or(raw.max.as_ref().map(|max| ("max", max.span())));
-        let max = self.read(&field("max"), raw.max, |RawAmount(max)| match max.is_nothing() {
-            true => Err(no_memory(max)),
-            false => with_unit(max),
+        let max = self.read(&field("max"), raw.max, |max| match max.read()? {
+            max if max.is_nothing() => Err(no_memory(max)),
+            max => Ok(max),
         })?;
-        let min = self.read(&field("min"), raw.min, |RawAmount(min)| with_unit(min))?;
+        let min = self.read(&field("min"), raw.min, RawAmount::read)?;
         let weight = self.read(&field("weight"), raw.weight, |w| match is_weight(w) {
             true => Ok(w),
             false => Err(format!("{w} is not a weight: a number from 0.001 to 1000")),
