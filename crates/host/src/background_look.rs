@@ -29,8 +29,7 @@ impl<T: Send + 'static> BackgroundLook<T> {
         self.look_then(look, patience, || ())
     }
 
-    /// Begins this look or takes the end of another, as [`look`](Self::look); `then` is called when what
-    /// was found is there.
+    /// Begins this look, as [`look`](Self::look); `then` is called when what was found is there.
     pub fn look_then(
         &mut self,
         look: impl FnOnce() -> T + Send + 'static,
