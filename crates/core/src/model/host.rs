@@ -73,6 +73,8 @@ pub struct Limit {
     pub urgency: f64,
     /// What VMs below it that have just started may still take of what they were promised.
     pub promised: Bytes,
+    /// What of that VMs were promised that are paused: they touch it no sooner than they run.
+    pub waiting: Bytes,
     /// Given lately to guests below it that have not touched it yet.
     pub outstanding: Bytes,
     /// How many VMs are below it.
@@ -314,19 +316,23 @@ fn limits(config: &Config, sample: &Sample, vms: &[VmModel]) -> Vec<(Limit, Opti
         } else {
             together(&vms, &swaps, |_| Bytes(u64::MAX))
         };
+        // What one was promised that is alone below a cgroup's limit, only it can take.
+        let promised = |of: &dyn Fn(&VmModel) -> Bytes| match vms.as_slice() {
+            [_] if !limit.is_host() => Bytes::ZERO,
+            vms if vms.iter().all(|v| v.promised == Bytes::ZERO) => Bytes::ZERO,
+            vms => {
+                let inside = |(path, _): &&(&str, Bytes)| {
+                    limit.is_host() || *path != limit.name && is_in(path, &limit.name)
+                };
+                let inside: Vec<_> = left.iter().filter(inside).copied().collect();
+                together(vms, &inside, of)
+            }
+        };
+        let of_all = promised(&|vm| vm.promised);
+        let of_running = promised(&|vm| if vm.paused { Bytes::ZERO } else { vm.promised });
         Limit {
-            // What one was promised that is alone below a cgroup's limit, only it can take.
-            promised: match vms.as_slice() {
-                [_] if !limit.is_host() => Bytes::ZERO,
-                vms if vms.iter().all(|v| v.promised == Bytes::ZERO) => Bytes::ZERO,
-                vms => {
-                    let inside = |(path, _): &&(&str, Bytes)| {
-                        limit.is_host() || *path != limit.name && is_in(path, &limit.name)
-                    };
-                    let inside: Vec<_> = left.iter().filter(inside).copied().collect();
-                    together(vms, &inside, |vm| vm.promised)
-                }
-            },
+            promised: of_all,
+            waiting: of_all - of_running,
             outstanding: vms.iter().map(|v| v.outstanding).sum(),
             vms: vms.len(),
             swap_left: limit.swap_left.min(swap),

@@ -315,7 +315,8 @@ pub(super) fn allot(
     };
     let known: Vec<VmNeed<'_>> = (0..model.vms.len()).filter_map(need_of).collect();
     let all = host.headroom + known.iter().map(|c| c.held).sum::<Bytes>();
-    let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + host.promised;
+    let soon = host.promised - host.waiting;
+    let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + soon;
     let (with_swap, without) = CACHE_PART;
     let swaps = host.swap_left >= host.reserve.share(with_swap);
     let (most, least) = if swaps { (with_swap, HOST_LEAST.0) } else { (without, HOST_LEAST.1) };
@@ -347,7 +348,8 @@ pub(super) fn allot(
     }
     let level = level_of(fits);
     let keep_by_cache = keep_at(level);
-    let keep = keep_of(1.0).max(keep_by_cache);
+    // Only free memory is taken for a VM that is paused.
+    let keep = (keep_of(1.0) + host.waiting).max(keep_by_cache);
     // What is left of it goes the same way to what comes next.
     let next = level_of((fits + 1).min(HIGHEST));
     let (now, then) = (need(level), need(next));
@@ -412,8 +414,8 @@ mod tests {
 
     /// A host with 1250 MiB for two guests of 1 GiB that need up to 486, and have 358 of page cache.
     /// One has all that it needs. The other begins; it grows by 850 MiB/s, and is heard 700 ms late.
-    /// They needed this much together lately. What the second is to have.
-    fn second_keeps(late_ms: f64, mib_a_second: u64, together: u64) -> u64 {
+    /// They needed this much together lately.
+    fn two_guests(late_ms: f64, mib_a_second: u64, together: u64) -> (Model, Memory) {
         let at = Stamp(10_000_000);
         let guest = |pid, need| {
             let (id, ram, need) = (VmId { pid, start: 1 }, Bytes::gib(1), Bytes::mib(need));
@@ -453,6 +455,12 @@ mod tests {
         let mut past = LimitMemory { name, ..LimitMemory::default() };
         past.needs.see(at, Bytes::mib(together));
         let memory = Memory { vms: vec![a.1, b.1], limits: vec![past], ..Memory::default() };
+        (model, memory)
+    }
+
+    /// What the second is to have.
+    fn second_keeps(late_ms: f64, mib_a_second: u64, together: u64) -> u64 {
+        let (model, memory) = two_guests(late_ms, mib_a_second, together);
         let allotted = allot(&model, &memory, &[Bytes::ZERO; 2], &[Bytes(u64::MAX); 2]);
         allotted.parts[1].unwrap().keeps.0 >> 20
     }
@@ -464,6 +472,21 @@ mod tests {
         let (slow, by_turns) =
             (second_keeps(0.0, 50, 2 * 486), second_keeps(700.0, 850, 486 + 123));
         assert!(slow < 420 && by_turns < 420, "{slow} {by_turns}");
+    }
+
+    #[test]
+    fn for_a_vm_that_is_paused_no_guest_gives_up_what_it_needed() {
+        let keeps = |promised, waiting| {
+            let (promised, waiting) = (Bytes::gib(promised), Bytes::gib(waiting));
+            let (mut model, memory) = two_guests(700.0, 850, 2 * 486);
+            model.host.shown.headroom += Bytes::gib(8);
+            (model.host.shown.promised, model.host.shown.waiting) = (promised, waiting);
+            let allot = allot(&model, &memory, &[Bytes::ZERO; 2], &[Bytes(u64::MAX); 2]);
+            (allot.parts[1].unwrap().keeps.0 >> 20, allot.shortage > Bytes::ZERO)
+        };
+        let (undisturbed, runs) = (keeps(0, 0), keeps(40, 0));
+        assert!(undisturbed.0 > 486 && !undisturbed.1 && runs.0 < 200, "{undisturbed:?} {runs:?}");
+        assert_eq!(keeps(40, 40), (undisturbed.0, true), "free memory is taken");
     }
 
     /// The example of docs/policies.md.
