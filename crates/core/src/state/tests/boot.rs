@@ -17,6 +17,18 @@ fn a_vm_that_starts_has_its_memory_promised_until_it_has_settled() {
 }
 
 #[test]
+fn what_a_vm_was_promised_that_is_paused_waits_until_it_runs() {
+    let mut memory = Memory::default();
+    tick(&mut memory, &sample(1_000, vec![]));
+    for (at, run) in [(2_000, RunState::Paused), (3_000, RunState::Running)] {
+        let waiting = if run == RunState::Paused { Bytes::mib(724) } else { Bytes::ZERO };
+        let model = look(&mut memory, at, VmSample { run: Some(run), ..vm(1024, 600, 300) });
+        let host = &model.host.shown;
+        assert_eq!((host.promised, host.waiting), (Bytes::mib(724), waiting));
+    }
+}
+
+#[test]
 fn ram_in_a_pool_of_huge_pages_is_not_promised() {
     let mut memory = Memory::default();
     tick(&mut memory, &sample(1_000, vec![]));
