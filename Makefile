@@ -22,11 +22,12 @@ SOAK_ONLY := vm_resets_during vm_resets_by_the_hundred vm_without_the_challenge 
 # Several go at a time, as much of them is waiting; a test says by its arena beside whom it may
 # (`Beside`). Those that need the machine to themselves go first: others would wait for them.
 # Daemons judge by time: they are not beside those that load the machine. Those that set KSM go
-# one by one, beside the daemons, and stand-ins after them: most of their time is waiting.
+# one by one, beside the daemons, and stand-ins and tier guest after them: most of their time is
+# waiting.
 WHOLE := vm_arena_is_restored vm_a_budget_makes
 LOADS := lifecycle:: module:: recycle:: smoke::
 KSM := merge:: ways_in:: vm_the_units_sandbox
-DAEMONS := $(filter-out $(LOADS) $(KSM) standin::,$(patsubst crates/lab/tests/vm/%.rs,%::,\
+DAEMONS := $(filter-out $(LOADS) $(KSM) standin:: tier::,$(patsubst crates/lab/tests/vm/%.rs,%::,\
   $(filter-out %/main.rs,$(wildcard crates/lab/tests/vm/*.rs))))
 # Unit tests that judge by time.
 TIMED := qmp::sharing linux::tests::discovery linux::tests::orders libvirt::worker
@@ -116,6 +117,7 @@ vm-loads:
 vm-ksm:
 	@$(call VM_TESTS,1,$(KSM))
 	@$(call VM_TESTS,3,standin::)
+	@$(call VM_TESTS,2,tier::)
 
 vm-daemons:
 	@$(call VM_TESTS,2,$(DAEMONS) --skip vm_the_units_sandbox)

@@ -107,6 +107,13 @@ impl Limit {
         }
     }
 
+    /// Whether both are of cgroups, and neither is inside the other.
+    pub(crate) fn is_beside(&self, other: &Limit) -> bool {
+        let is_cgroup = |limit: &Limit| limit.nodes.is_empty() && !limit.is_host();
+        let apart = !self.is_inside(other) && !other.is_inside(self);
+        is_cgroup(self) && is_cgroup(other) && apart
+    }
+
     /// Whether the machine itself is meant.
     pub fn is_host(&self) -> bool {
         self.name == HOST

@@ -13,7 +13,7 @@
 mod grow;
 
 use self::grow::{GROW_HOLD_MS, grow};
-use crate::model::{DEFLATED_LIFE_MS, MOVED, Model, Pressure, Progress, Standing, VmModel};
+use crate::model::{DEFLATED_LIFE_MS, Limit, MOVED, Model, Pressure, Progress, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Level, Part, want, weight};
@@ -304,7 +304,26 @@ fn relieve(
     let wishes: Vec<Wish> = to_give.iter().map(wish).collect();
     let mut left = wishes.clone();
     let mut deferred = Vec::new();
-    for (limit, allot) in view.order.clone().into_iter().zip(allots) {
+    let order = view.order.clone();
+    // The swap that guests below each limit will draw: the machine has it once.
+    let draw = |limit: &Limit, granted: Bytes| {
+        let below = model.vms.iter().filter(|vm| vm.is_below(limit));
+        let more = granted + below.map(spoken_for).sum();
+        more - (limit.headroom - limit.reserve.share(LAST))
+    };
+    let limits = &model.host.limits;
+    let mut drawn: Vec<Bytes> = match order.len() > 1 && !to_give.is_empty() {
+        true => order.iter().map(|i| draw(&limits[*i], Bytes::ZERO)).collect(),
+        false => Vec::new(),
+    };
+    for (n, (limit, allot)) in order.iter().copied().zip(allots).enumerate() {
+        let is_beside = |i: usize, drawn: Bytes| {
+            drawn > Bytes::ZERO && limits[order[i]].is_beside(&limits[limit])
+        };
+        let beside =
+            |(i, drawn): (usize, &Bytes)| if is_beside(i, *drawn) { *drawn } else { Bytes::ZERO };
+        let beside: Vec<Bytes> = drawn.iter().enumerate().map(beside).collect();
+        let drawn_beside = view.total(&beside);
         let model = view.under(limit);
         let inside = |n: &usize| !model.vms[to_give[*n]].outside;
         let inside: Vec<usize> = (0..to_give.len()).filter(inside).collect();
@@ -316,7 +335,7 @@ fn relieve(
         let shown = &model.host.shown;
         let fund = Fund {
             headroom: (!model.host.limits.is_empty()).then_some(shown.headroom),
-            swap_left: shown.swap_left,
+            swap_left: shown.swap_left - drawn_beside,
             reserve: shown.reserve,
             outstanding: others.clone().map(|vm| vm.outstanding).sum(),
             spoken_for: others.map(spoken_for).sum(),
@@ -325,6 +344,10 @@ fn relieve(
         };
         let grants = grant(&fund, &asked);
         deferred.push(grants.iter().map(|g| g.deferred).sum());
+        let granted: Bytes = grants.iter().zip(&asked).map(|(g, w)| g.to - w.from).sum();
+        if let Some(its) = drawn.get_mut(n) {
+            *its = draw(&limits[limit], granted);
+        }
         for (n, g) in inside.into_iter().zip(grants) {
             left[n] = left[n].up_to(g.to);
         }

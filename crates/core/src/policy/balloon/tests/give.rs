@@ -263,6 +263,49 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
     assert_eq!(ask(2_400), None, "the machine has no more than it is to keep");
 }
 
+/// Two slices without headroom, each with a guest that is short, on a machine with headroom. Each
+/// is to have 110 MiB more, from swap. The machine has this much of it.
+fn beyond_full_slices(swap: u64, outstanding: u64) -> [u64; 2] {
+    let swap_left = Bytes::mib(swap);
+    let limit = |name: &str, headroom| Limit {
+        name: name.into(),
+        headroom: Bytes::mib(headroom),
+        reserve: Bytes::mib(100),
+        swap_left,
+        state: Pressure::Critical,
+        ..Limit::default()
+    };
+    let limits = vec![limit("host", 5_000), limit("/a", 10), limit("/b", 10)];
+    let host = HostModel { shown: limits[1].clone(), limits, ..host(Pressure::Critical, 0, 0) };
+    let one = |pid, slice: &str| {
+        let its = short(pid, 400, 0);
+        let guest = its.guest.map(|g| GuestModel { short_mark: Bytes::mib(55), ..g });
+        VmModel { guest, cgroup: Some(format!("{slice}/{pid}")), ..its }
+    };
+    let first = match outstanding {
+        0 => one(1, "/a"),
+        // It was given that a moment ago, and grows.
+        mib => VmModel {
+            outstanding: Bytes::mib(mib),
+            distress: String::new(),
+            cgroup: Some("/a/1".into()),
+            resident: Some(Bytes::mib(400)),
+            ..grows(vm(1, 400 + mib, mib), 400)
+        },
+    };
+    let v = decide(host, vec![first, one(2, "/b")], vec![]);
+    [0, 1].map(|i| size(&v[i]).unwrap_or(400) - 400)
+}
+
+#[test]
+fn swap_of_the_machine_is_granted_once_where_guests_of_several_slices_are_short() {
+    assert_eq!(beyond_full_slices(1_000, 0), [110, 110]);
+    let [a, b] = beyond_full_slices(150, 0);
+    assert!(a + b <= 150 && a.min(b) >= 20, "{a} {b}");
+    let [_, b] = beyond_full_slices(150, 110);
+    assert!(b <= 42, "the first will touch 110 of it: {b}");
+}
+
 /// The size of a guest that is short. Another one was given all that it has left, and grows.
 fn beside_one_that_was_given(
     (actual, left): (u64, u64),
