@@ -19,6 +19,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 pub use self::guest::{FRESH_MS, GuestModel, STALE_MS, Trust};
+pub(crate) use self::host::HOST;
 use self::host::tightest;
 pub use self::host::{HostModel, Limit, default_reserve};
 pub use self::merge::{MergeHost, MergeVm};

@@ -27,7 +27,7 @@ pub use self::{
     cold::*, contact::*, growth::*, ledger::*, rates::*, recent::*, recycle::*, sizes::*, vm::*,
     yields::*, zeros::*,
 };
-use crate::model::{Limit, Model, Pressure};
+use crate::model::{HOST, Limit, Model, Pressure, VmModel};
 use crate::plan::{Action, MergeWish, Outcome, Plan, Stage};
 use crate::policy::Decided;
 use crate::policy::merge::{self, BurstMemory, Candidates, MergeMemory};
@@ -352,7 +352,9 @@ impl Memory {
             let vms: Vec<VmId> = below().map(|v| v.id).collect();
             let was = self.limits.iter().find(|l| l.name == limit.name);
             let mut needs = was.map(|l| l.needs.clone()).unwrap_or_default();
-            needs.see(model.at, below().filter_map(|v| Some(v.guest?.need)).sum());
+            // As needs are added up where memory is divided (`allot`).
+            let need = |v: &VmModel| v.guest.filter(|_| v.pinned.is_none()).map(|g| g.need);
+            needs.see(model.at, below().filter_map(need).sum());
             let mut others = was.map(|l| l.others.clone()).unwrap_or_default();
             let new = below().filter(|v| was.is_some_and(|l| !l.vms.contains(&v.id)));
             others.lower(model.at, FOUND_MS, new.filter_map(|v| v.resident).sum());
@@ -368,7 +370,7 @@ impl Memory {
         // kept. A limit of a single VM has no others.
         let kept = |l: &&LimitMemory| {
             model.at.since(l.seen) < recent::LIFE_MS
-                && l.vms.len() != 1
+                && (l.vms.len() != 1 || l.name == HOST)
                 && now.iter().all(|n| n.name != l.name)
         };
         let absent =

@@ -11,7 +11,7 @@ use crate::model::{Model, Pressure, Standing, VmModel};
 use crate::plan::{Action, MergePlan, MergeWish, Outcome, Plan, Reclaim};
 use crate::policy::{Decided, decide};
 use crate::sample::{Sample, VmId, VmSample};
-use crate::state::{Memory, Owned, VmMemory};
+use crate::state::{FACTS_LATE_MS, Memory, Owned, VmMemory};
 use crate::task::StageName;
 use crate::units::{Bytes, Stamp};
 
@@ -309,7 +309,9 @@ impl Engine {
         };
         // Only where there are too many to ask all of them in time.
         let spares = wait_ms > fast_ms && is_clear;
-        let by_module = |vm: &VmModel| vm.guest.is_some_and(|g| g.by_module);
+        // Facts that stand still may be those of a guest that is short.
+        let by_module =
+            |vm: &VmModel| vm.guest.is_some_and(|g| g.by_module && g.age_ms <= FACTS_LATE_MS);
         let calm = |vm: &&VmModel| {
             by_module(vm) || spares && at_rest(vm, rest_ms + QEMU_ASKS_MS).is_some()
         };
@@ -513,14 +515,15 @@ mod tests {
 
     #[test]
     fn a_guest_whose_module_tells_is_not_asked_out_of_turn() {
-        let asks = |by_module| {
-            let vm = vm(1, GuestModel { by_module, ..GuestModel::default() });
+        let asks = |by_module, age_ms| {
+            let vm = vm(1, GuestModel { by_module, age_ms, ..GuestModel::default() });
             let model = Model { at: Stamp(3000), vms: vec![vm], ..Model::default() };
             let next = engine(vec![]).next(&model);
             assert!(!next.rests(id(1)), "it is looked at all the same");
             next.asks_anew(id(1))
         };
-        assert!(asks(false) && !asks(true));
+        assert!(asks(false, 0) && !asks(true, 600));
+        assert!(asks(true, 1_100), "it tells nothing new");
     }
 
     #[test]

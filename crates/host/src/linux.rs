@@ -51,7 +51,7 @@ use crate::waker::Waker;
 pub use self::orders::{ActError, BalloonOrder};
 
 /// Most counts of what VMMs hold themselves that are begun in a second: each takes a thread.
-const COUNTS: u32 = 4;
+const COUNTS: usize = 4;
 /// Up to this many VMs, their files in `/proc` are kept open; with more, descriptors are for
 /// their sockets.
 const KEPT_OPEN: usize = 1000;
@@ -146,7 +146,7 @@ pub struct LinuxHost {
     ksm_stats: ksm::Stats,
     /// What others merged when that was last read, and when.
     others_ksm: Option<(Instant, Option<Ksm>, BTreeMap<VmId, KsmStat>)>,
-    /// When such counts were last begun.
+    /// When counts of what VMMs hold were last begun.
     counted: Option<Instant>,
     /// What a MiB of new memory costs, and when that was measured.
     touch: Option<(Instant, Option<u32>)>,
@@ -338,13 +338,17 @@ impl LinuxHost {
         let now = Instant::now();
         let due = self.counted.is_none_or(|at| now - at >= Duration::from_secs(1));
         self.counted = if due { Some(now) } else { self.counted };
-        let mut begins = if due { COUNTS } else { 0 };
+        // Those that are due longest come first.
+        let waits = |(id, vm): (&VmId, &Vm)| Some((vm.own_is_due(now)?, *id));
+        let mut counts: Vec<_> = self.vms.iter().filter(|_| due).filter_map(waits).collect();
+        counts.sort_unstable();
+        counts.truncate(COUNTS);
         let one = |(id, vm): (&VmId, &mut Vm)| {
             // One that was just found.
             if !vm.seen && !self.resting.contains(id) {
                 vm.look(root, keep);
             }
-            vm.count_own(root, now, &mut begins);
+            vm.count_own(root, now, counts.iter().any(|(_, its)| its == id));
             let mut sample = vm.sample(at, wall_ms, problems);
             self.background.iter().for_each(|b| b.tell(*id, &mut sample.tasks));
             let busy = vm.shrinks(self.owed.contains(id))

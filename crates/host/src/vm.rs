@@ -270,8 +270,13 @@ impl Vm {
         life
     }
 
-    /// Has what its VMM itself holds counted, where that is due and there is one of `begins` left.
-    pub fn count_own(&mut self, root: &Root, now: Instant, begins: &mut u32) {
+    /// Since when a count of what its VMM itself holds is due; `None` inside: since it was found.
+    pub fn own_is_due(&self, now: Instant) -> Option<Option<Instant>> {
+        self.own.is_due(now).filter(|_| self.access.managed)
+    }
+
+    /// Has what its VMM itself holds counted, where that is due and it may begin.
+    pub fn count_own(&mut self, root: &Root, now: Instant, begins: bool) {
         if let Some(memory) = self.memory.as_mut().filter(|_| self.access.managed) {
             memory.own = self.own.count(root, self.process.id.pid, (now, begins));
         }

@@ -73,7 +73,7 @@ pub struct Limit {
     pub urgency: f64,
     /// What VMs below it that have just started may still take of what they were promised.
     pub promised: Bytes,
-    /// What of that VMs were promised that are paused: they touch it no sooner than they run.
+    /// The part of `promised` that is of paused VMs: they touch nothing before they run.
     pub waiting: Bytes,
     /// Given lately to guests below it that have not touched it yet.
     pub outstanding: Bytes,
@@ -130,7 +130,7 @@ pub(super) fn tightest<'a>(limits: impl IntoIterator<Item = &'a Limit>) -> Optio
 }
 
 /// What the machine is called among the limits.
-const HOST: &str = "host";
+pub(crate) const HOST: &str = "host";
 
 /// What a host keeps for itself unless told otherwise: 20 % of the first 4 GiB,
 /// 8 % of the next 28, 3 % of the rest. Like ESX's sliding minFree, generous

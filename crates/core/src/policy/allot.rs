@@ -8,8 +8,8 @@
 //! any LRU list, and no period of a load is built in.
 //!
 //! Before any peak comes what guests can grow by before Ebb sees it: as fast as each grew lately, for
-//! as long as its answers are late. Together they grow no further than they did lately: what guests
-//! need by turns is provided for once.
+//! as long as its answers are late. Together they have no more of it than lets them need as much
+//! as they needed at one moment lately.
 //!
 //! Peaks come before margins: a guest that is below its peak has its margin and its page cache
 //! there. Only when all peaks of half an hour fit, margins and the host's part grow, by the same
@@ -329,7 +329,7 @@ pub(super) fn allot(
         };
         keep_of(part) + (past.map_or(others, |l| l.others.peak(at, level.within_ms)) - others)
     };
-    // What they need by turns is provided for once.
+    // Needs that never came together need no sum.
     let unseen: Bytes = known.iter().map(|c| unseen_growth(at, c.g, c.m)).sum();
     let needs: Bytes = known.iter().map(|c| c.g.need).sum();
     let together = past.map_or(Bytes::ZERO, |l| l.needs.highest()) - needs;

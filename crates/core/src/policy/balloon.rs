@@ -13,7 +13,7 @@
 mod grow;
 
 use self::grow::{GROW_HOLD_MS, grow};
-use crate::model::{DEFLATED_LIFE_MS, Limit, MOVED, Model, Pressure, Progress, Standing, VmModel};
+use crate::model::{DEFLATED_LIFE_MS, MOVED, Model, Pressure, Progress, Standing, VmModel};
 use crate::plan::{DEADBAND, Reason, Reclaim};
 use crate::policy::Verdict;
 use crate::policy::allot::{Allotment, Level, Part, want, weight};
@@ -305,25 +305,27 @@ fn relieve(
     let mut left = wishes.clone();
     let mut deferred = Vec::new();
     let order = view.order.clone();
-    // The swap that guests below each limit will draw: the machine has it once.
-    let draw = |limit: &Limit, granted: Bytes| {
-        let below = model.vms.iter().filter(|vm| vm.is_below(limit));
-        let more = granted + below.map(spoken_for).sum();
-        more - (limit.headroom - limit.reserve.share(LAST))
-    };
     let limits = &model.host.limits;
-    let mut drawn: Vec<Bytes> = match order.len() > 1 && !to_give.is_empty() {
-        true => order.iter().map(|i| draw(&limits[*i], Bytes::ZERO)).collect(),
-        false => Vec::new(),
+    let machine = limits.iter().find(|l| l.is_host()).map_or(Bytes(u64::MAX), |l| l.swap_left);
+    // The swap that guests below each limit will draw, beside those of limits inside: the machine
+    // has it once.
+    let draw = |n: usize, granted: Bytes, drawn: &[Bytes]| {
+        let limit = &limits[order[n]];
+        let below = model.vms.iter().filter(|vm| vm.is_below(limit));
+        let all = granted + below.map(spoken_for).sum();
+        let inside = |i: &usize| drawn[*i] > Bytes::ZERO && limits[order[*i]].is_inside(limit);
+        let by_inner: Bytes = (0..n).filter(inside).map(|i| drawn[i]).sum();
+        all - (limit.headroom - limit.reserve.share(LAST)) - by_inner
     };
+    let mut drawn: Vec<Bytes> = Vec::new();
+    let several = order.len() > 1 && !to_give.is_empty();
+    for n in (0..order.len()).filter(|_| several) {
+        drawn.push(draw(n, Bytes::ZERO, &drawn));
+    }
     for (n, (limit, allot)) in order.iter().copied().zip(allots).enumerate() {
-        let is_beside = |i: usize, drawn: Bytes| {
-            drawn > Bytes::ZERO && limits[order[i]].is_beside(&limits[limit])
-        };
-        let beside =
-            |(i, drawn): (usize, &Bytes)| if is_beside(i, *drawn) { *drawn } else { Bytes::ZERO };
-        let beside: Vec<Bytes> = drawn.iter().enumerate().map(beside).collect();
-        let drawn_beside = view.total(&beside);
+        let is_beside =
+            |i: &usize| drawn[*i] > Bytes::ZERO && limits[order[*i]].is_beside(&limits[limit]);
+        let drawn_beside: Bytes = (0..drawn.len()).filter(is_beside).map(|i| drawn[i]).sum();
         let model = view.under(limit);
         let inside = |n: &usize| !model.vms[to_give[*n]].outside;
         let inside: Vec<usize> = (0..to_give.len()).filter(inside).collect();
@@ -335,7 +337,7 @@ fn relieve(
         let shown = &model.host.shown;
         let fund = Fund {
             headroom: (!model.host.limits.is_empty()).then_some(shown.headroom),
-            swap_left: shown.swap_left - drawn_beside,
+            swap_left: shown.swap_left.min(machine - drawn_beside),
             reserve: shown.reserve,
             outstanding: others.clone().map(|vm| vm.outstanding).sum(),
             spoken_for: others.map(spoken_for).sum(),
@@ -345,8 +347,8 @@ fn relieve(
         let grants = grant(&fund, &asked);
         deferred.push(grants.iter().map(|g| g.deferred).sum());
         let granted: Bytes = grants.iter().zip(&asked).map(|(g, w)| g.to - w.from).sum();
-        if let Some(its) = drawn.get_mut(n) {
-            *its = draw(&limits[limit], granted);
+        if several {
+            drawn[n] = draw(n, granted, &drawn);
         }
         for (n, g) in inside.into_iter().zip(grants) {
             left[n] = left[n].up_to(g.to);
@@ -449,6 +451,7 @@ fn wish(model: &Model, vm: &VmModel, m: &VmMemory, part: Option<&Part>) -> Wish 
         // It may need nothing: no other guest is squeezed for it.
         let all = if is_unseen(vm) { vm.whole.max(third) } else { third };
         let second = if is_unseen(vm) { all } else { assured };
+        let none = Wish { is_likely: !is_unseen(vm), ..none };
         return Wish { bare: from, first: from, due: assured, second, third, all, ..none };
     }
     let d = Distress::of(model, vm, m);

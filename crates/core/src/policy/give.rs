@@ -50,6 +50,8 @@ pub struct Wish {
     /// The largest of these sizes.
     pub all: Bytes,
     pub weight: f64,
+    /// It is not short: it is only likely to need that.
+    pub is_likely: bool,
 }
 
 impl Wish {
@@ -110,8 +112,14 @@ pub fn grant(fund: &Fund, wishes: &[Wish]) -> Vec<Grant> {
     spent += parts.serve(swap, most, equally, |w| w.first);
     // From here on each pays for what it has not touched.
     parts.unpaid = untouched(fund, wishes);
-    let left = there - fund.spoken_for - parts.not_taken(|w| w.second, |w| w.spoken_for);
-    spent += parts.serve(left - fund.reserve.share(KEPT) - spent, all, by_weight, |w| w.second);
+    // Those that are only likely to need more come after those that are short: what they pay would
+    // be gone.
+    let seconds: [fn(&Wish) -> Bytes; 2] =
+        [|w| if w.is_likely { w.from } else { w.second }, |w| w.second];
+    for second in seconds {
+        let left = there - fund.spoken_for - parts.not_taken(second, |w| w.spoken_for);
+        spent += parts.serve(left - fund.reserve.share(KEPT) - spent, all, by_weight, second);
+    }
     let left = there - fund.outstanding - parts.not_taken(|w| w.third, |w| w.outstanding);
     spent += parts.serve(left - fund.keep - spent, all, by_weight, |w| w.third);
     if fund.calm {
@@ -222,6 +230,7 @@ mod tests {
             third: Bytes::mib(800),
             all: Bytes::mib(2000),
             weight,
+            is_likely: false,
         }
     }
 
@@ -335,6 +344,17 @@ mod tests {
         assert_eq!(sizes(&fund, &[doubt]), [(750, 50)]);
         let swap = Fund { swap_left: Bytes::mib(50), ..fund };
         assert_eq!(sizes(&swap, &[doubt]), [(800, 0)]);
+    }
+
+    /// Each of three others has 1000 MiB that it has not touched, and 950 are beyond what is kept.
+    #[test]
+    fn what_others_are_only_likely_to_need_takes_nothing_from_one_that_is_short() {
+        let (from, all) = (Bytes::mib(1500), Bytes::mib(1800));
+        let (bare, first, due, second, third) = (from, from, all, all, all);
+        let likely = Wish { from, bare, first, due, second, third, all, ..wish(1.0) };
+        let likely = Wish { untouched: Bytes::mib(1000), is_likely: true, ..likely };
+        let fund = Fund { keep: Bytes::mib(1000), calm: false, ..fund(1300) };
+        assert_eq!(sizes(&fund, &[wish(1.0), likely, likely, likely])[0], (800, 0));
     }
 
     proptest! {

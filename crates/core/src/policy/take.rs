@@ -94,7 +94,9 @@ pub(super) fn take(
     let inside = model.vms.iter().filter(|v| !v.outside);
     let arriving: Bytes = inside.map(|v| arriving(model, v, of(v))).sum();
     let urgent = deferred > Bytes::ZERO || state == Pressure::Critical;
-    let lacks = will_lack(model, memory, missing.all);
+    // A VM that is paused touches nothing: no guest is hurried for it.
+    let soon = missing.all - model.host.shown.waiting;
+    let lacks = will_lack(model, memory, soon);
     let late = lacks > Bytes::ZERO;
     let rate = match state {
         _ if urgent || late => STEPS.0,
@@ -114,7 +116,7 @@ pub(super) fn take(
         }
     }
     // To read page cache again takes less time than the host's swap.
-    let by_cache = if late { missing.all } else { missing.by_cache };
+    let by_cache = if late { soon.max(missing.by_cache) } else { missing.by_cache };
     let mut shares = Vec::new();
     for part in [by_cache, missing.all] {
         share_out(&mut candidates, part - arriving, |c| c.yields);

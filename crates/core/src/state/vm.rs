@@ -174,7 +174,10 @@ impl VmMemory {
                 self.recent.see(at, need);
             }
             self.cached.see(at, stats.caches.unwrap_or_default());
-            self.late_ms = later(self.late_ms, stats.age_ms, dt_ms);
+            // One that is paused or boots is silent for a reason.
+            if vm.may_run() && !self.boots(at) {
+                self.late_ms = later(self.late_ms, stats.age_ms, dt_ms);
+            }
         }
         if let Some(p) = vm.process {
             let need = self.need().unwrap_or_default();

@@ -117,7 +117,7 @@ pub enum Program {
 /// only when `stat` (no lock) shows another program. Most processes are no VMs and stay what they
 /// are: of those only the name is read, as `stat` costs several times as much, and of the kernel's
 /// threads nothing, but for every `THOROUGH`th scan, which also finds a VM with the pid and the name
-/// of a process that has ended.
+/// of a process that has ended, or with the pid of a kernel's thread.
 #[derive(Debug, Default)]
 pub struct Scanner {
     trust: TrustRules,

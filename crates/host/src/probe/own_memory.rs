@@ -35,17 +35,21 @@ pub struct OwnCount {
 }
 
 impl OwnCount {
-    /// What was counted last. Begins to count where that is due, and takes one off `begins`, if
-    /// there is one left.
+    /// Whether a count is due, and since when; `None` inside: it was never counted.
+    pub fn is_due(&self, now: Instant) -> Option<Option<Instant>> {
+        let is_due = self.look.is_idle() && self.due.is_none_or(|at| now >= at);
+        is_due.then_some(self.due)
+    }
+
+    /// What was counted last. Begins to count where that is due and it may.
     pub fn count(
         &mut self,
         root: &Root,
         pid: u32,
-        (now, begins): (Instant, &mut u32),
+        (now, begins): (Instant, bool),
     ) -> Option<OwnMemory> {
-        let due = self.look.is_idle() && self.due.is_none_or(|at| now >= at) && *begins > 0;
+        let due = begins && self.is_due(now).is_some();
         if due {
-            *begins -= 1;
             self.every = (self.every * 2).clamp(EVERY.0, EVERY.1);
             self.due = Some(now + self.every);
         }
@@ -150,7 +154,7 @@ mod tests {
         let (mut own, begun) = (OwnCount::default(), Instant::now());
         for s in [0, 2, 4, 6] {
             let now = begun + Duration::from_secs(s);
-            while own.count(&root, 7, (now, &mut 1)).is_some() || !own.look.is_idle() {
+            while own.count(&root, 7, (now, true)).is_some() || !own.look.is_idle() {
                 std::thread::yield_now();
             }
             assert!(own.error.is_some());
@@ -164,13 +168,13 @@ mod tests {
         let (mut own, begun) = (OwnCount::default(), Instant::now());
         let at = |s| begun + Duration::from_secs(s);
         let known = |own: &mut OwnCount, now| loop {
-            let counted = own.count(&root, std::process::id(), (now, &mut 1));
+            let counted = own.count(&root, std::process::id(), (now, true));
             if own.look.is_idle() {
                 return counted;
             }
             std::thread::yield_now();
         };
-        assert_eq!(own.count(&root, 1, (begun, &mut 0)), None, "no look is left in this tick");
+        assert_eq!(own.count(&root, 1, (begun, false)), None, "it may not begin");
         assert!(own.look.is_idle() && own.due.is_none());
         assert!(known(&mut own, begun).unwrap().resident > Bytes::mib(1));
         for (now, then) in
@@ -179,7 +183,7 @@ mod tests {
             assert!(known(&mut own, at(now)).is_some());
             assert_eq!(own.due, Some(at(then)));
         }
-        let mut later = |now| own.count(&root, std::process::id(), (at(now), &mut 0));
+        let mut later = |now| own.count(&root, std::process::id(), (at(now), false));
         assert!(later(545).is_some());
         assert_eq!(later(547), None, "counted 300 s ago");
     }

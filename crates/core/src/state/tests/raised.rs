@@ -38,6 +38,24 @@ fn an_operators_larger_size_is_reached_though_the_guest_has_little_left() {
     }
 }
 
+/// It is out of memory, and its driver gives it 20 MiB in each tick: there are many VMs.
+#[test]
+fn a_guest_that_goes_on_deflating_its_balloon_is_given_memory_meanwhile() {
+    let given = |touches: bool| {
+        let its = |size: u64| {
+            let held = if touches { size - 8 } else { 1016 };
+            VmSample { ram: Some(Bytes::gib(4)), ..aged(size, 8, held, 50) }
+        };
+        let mut memory = taken_to(1024, &|| its(1024), 69);
+        (1..=10).find_map(|n| {
+            let seen = sample(69_000 + n * 200, vec![its(1024 + n * 20)]);
+            ordered(&mut memory, seen, 8_000)
+        })
+    };
+    assert!(given(true) > Some(1200), "{:?}", given(true));
+    assert_eq!(given(false), None, "an operator raises its size");
+}
+
 #[test]
 fn a_critical_host_takes_nothing_of_a_size_that_is_on_its_way_up() {
     let mut memory = taken_to(600, &|| vm(600, 110, 590), 99);

@@ -154,6 +154,28 @@ fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
     assert_eq!([look(2_500, 30, false), look(3_000, 90, false)], ["", ""], "without the module");
 }
 
+/// Its module's thread gets no processor time, and its balloon's driver answers.
+#[test]
+fn statistics_of_now_count_more_than_facts_that_stand_still() {
+    let mut memory = Memory::default();
+    let mut available = |at: u64, time_ms: u64, age_ms: u64| {
+        let facts = Some(crate::wire::abi::Facts {
+            time_ns: time_ms * 1_000_000,
+            total: 512 << 8,
+            free: 50 << 8,
+            available: 100 << 8,
+            ..Default::default()
+        });
+        let agent = Some(AgentSample { facts, ..AgentSample::ready(0) });
+        let model = look(&mut memory, at, VmSample { agent, ..aged(512, 10, 500, age_ms) });
+        only(&model).guest.unwrap().available.0 >> 20
+    };
+    assert_eq!([available(1_000, 1_000, 900), available(1_900, 1_000, 100)], [100; 2]);
+    assert_eq!(available(2_100, 1_000, 1_500), 100, "they are older");
+    assert_eq!(available(2_200, 1_000, 100), 10);
+    assert_eq!(available(2_300, 2_300, 100), 100, "it tells again");
+}
+
 /// Its balloon is 20 MiB smaller at each look, by no order of Ebb.
 #[test]
 fn the_need_of_a_guest_that_deflates_its_balloon_itself_goes_on_growing() {

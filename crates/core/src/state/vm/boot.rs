@@ -107,6 +107,7 @@ impl VmMemory {
         self.contact.forget_guest();
         self.doubt = None;
         self.hot = Hot::default();
+        self.late_ms = 0.0;
         (self.rate, self.doublings) = (0.0, 0);
     }
 

@@ -36,6 +36,8 @@ const LOW_SHARE: f64 = 0.12;
 /// A guest that has little left may deflate its balloon by less than this, and what it touches is
 /// lost in what its process gains and loses.
 const SURELY_SET: Bytes = Bytes::mib(16);
+/// An operator's larger size is reached within this, as a rule: that does not wait for its guest.
+const RAISE_MS: u64 = 1_000;
 /// Statistics come at least this often.
 const STATS_MS: u64 = 2_000;
 /// What a balloon took longer ago than this, QEMU has dealt with.
@@ -58,8 +60,9 @@ pub struct Given {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Raised {
-    /// When it last moved.
+    /// When it last moved, and when first.
     pub at: Stamp,
+    pub since: Stamp,
     /// The size before.
     pub from: Bytes,
     /// The size that it came to. What it has beyond that, Ebb gave.
@@ -242,9 +245,13 @@ impl VmMemory {
 
     /// Whether its balloon moves, and not by an order of Ebb's.
     pub fn moves(&self, at: Stamp) -> bool {
-        self.ledger.suspect
-            || self.ledger.foreign == Some(at)
-            || self.raised.is_some_and(|r| r.at == at && r.step >= SURELY_SET)
+        // A guest that is out of memory touches what its driver gives it, and waits for more.
+        let deflates = |r: &Raised| {
+            let touches = r.touched >= (r.to - r.from).share(0.5);
+            touches && self.deflated_on_oom == Some(at) && at.since(r.since) >= RAISE_MS
+        };
+        let is_set = |r: Raised| r.at == at && r.step >= SURELY_SET && !deflates(&r);
+        self.ledger.suspect || self.ledger.foreign == Some(at) || self.raised.is_some_and(is_set)
     }
 
     /// Whether it moves so, or did a moment ago: its guest may not have said what it has left.
@@ -282,6 +289,7 @@ impl VmMemory {
         });
         let foreign = self.ledger.foreign;
         let before = self.raised.unwrap_or_else(|| Raised {
+            since: at,
             foreign,
             from,
             held,

@@ -19,6 +19,9 @@ const DOUBT_MS: u64 = 10_000;
 const HOT_S: f64 = 10.0;
 /// Facts that stand still longer than this are those of a guest that does not run.
 const FACTS_LIFE_MS: u64 = 3_000;
+/// A module writes new facts twice a second at least. Facts that stand still longer than this count
+/// less than younger statistics of the balloon, and its guest is asked for those.
+pub(crate) const FACTS_LATE_MS: u64 = 1_000;
 /// For this time after a balloon moved unexpectedly the guest's statistics may be from before.
 const STRAY_MS: u64 = 3_000;
 /// Numbers equal to those before are a new answer only if they are younger by this: QEMU gives
@@ -27,8 +30,8 @@ const AGAIN_MS: u64 = 100;
 /// After this many samples with the same statistics and the same balloon size, the statistics are
 /// taken to be of that size.
 const AGAIN_LOOKS: u32 = 3;
-/// How fast the known lateness of answers changes, milliseconds a millisecond: one second is
-/// forgotten in 40.
+/// The weight of a tick in the estimate of how late answers are, milliseconds a millisecond: one
+/// second is forgotten in 40.
 const LATE_PACE: f64 = 0.5;
 /// Rates older than this say nothing of now.
 const RATE_LIFE_MS: u64 = 5_000;
@@ -112,7 +115,9 @@ impl VmMemory {
         // The wall clock matters only to tell a new kernel's statistics from the old's.
         let updated_s = stats.map_or(0, |s| s.updated_s);
         let from = |((t, _), f)| GuestStats::from_facts(&f, updated_s, at.since(t));
-        facts.map(from).or(stats)
+        let is_late = |f: &GuestStats| f.age_ms > FACTS_LATE_MS;
+        let younger = |f: &GuestStats| stats.is_some_and(|s| s.age_ms < f.age_ms);
+        facts.map(from).filter(|f| !(is_late(f) && younger(f))).or(stats)
     }
 
     /// Counts contradictions; two in a row, and the guest is not asked. What its own
@@ -249,10 +254,10 @@ impl VmMemory {
 }
 
 /// An estimate of the age that statistics exceed in one of 20 moments: it grows by 19 parts where
-/// these do, and else sinks by one.
+/// these do, and else sinks by one. Statistics that are too old to be believed are no answer.
 pub(super) fn later(late_ms: f64, age_ms: u64, dt_ms: u64) -> f64 {
     let step = if age_ms as f64 > late_ms { 0.95 } else { -0.05 };
-    (late_ms + step * LATE_PACE * dt_ms.min(1_000) as f64).max(0.0)
+    (late_ms + step * LATE_PACE * dt_ms.min(1_000) as f64).clamp(0.0, STALE_MS as f64)
 }
 
 /// Whether the guest said nothing new (age and update time apart).
@@ -274,5 +279,6 @@ mod tests {
         assert!((600.0..=750.0).contains(&late), "{late}");
         assert!(see(0.0, &[&[40; 39][..], &[700]].concat(), 4000) < 200.0, "one in forty is rare");
         assert!(see(late, &[40], 400) < 100.0);
+        assert_eq!(later(STALE_MS as f64 - 1.0, 3_600_000, 1_000), STALE_MS as f64);
     }
 }

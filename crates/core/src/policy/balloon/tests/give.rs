@@ -264,14 +264,13 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
 }
 
 /// Two slices without headroom, each with a guest that is short, on a machine with headroom. Each
-/// is to have 110 MiB more, from swap. The machine has this much of it.
-fn beyond_full_slices(swap: u64, outstanding: u64) -> [u64; 2] {
-    let swap_left = Bytes::mib(swap);
+/// is to have 110 MiB more, from swap. The machine has this much of it, and so much each slice may use.
+fn beyond_full_slices((swap, of_each): (u64, u64), outstanding: u64) -> [u64; 2] {
     let limit = |name: &str, headroom| Limit {
         name: name.into(),
         headroom: Bytes::mib(headroom),
         reserve: Bytes::mib(100),
-        swap_left,
+        swap_left: Bytes::mib(if name == "host" { swap } else { of_each.min(swap) }),
         state: Pressure::Critical,
         ..Limit::default()
     };
@@ -299,10 +298,10 @@ fn beyond_full_slices(swap: u64, outstanding: u64) -> [u64; 2] {
 
 #[test]
 fn swap_of_the_machine_is_granted_once_where_guests_of_several_slices_are_short() {
-    assert_eq!(beyond_full_slices(1_000, 0), [110, 110]);
-    let [a, b] = beyond_full_slices(150, 0);
+    assert_eq!(beyond_full_slices((1_000, 150), 0), [110, 110]);
+    let [a, b] = beyond_full_slices((150, 1_000), 0);
     assert!(a + b <= 150 && a.min(b) >= 20, "{a} {b}");
-    let [_, b] = beyond_full_slices(150, 110);
+    let [_, b] = beyond_full_slices((150, 1_000), 110);
     assert!(b <= 42, "the first will touch 110 of it: {b}");
 }
 
