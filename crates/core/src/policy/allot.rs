@@ -395,6 +395,22 @@ mod tests {
         want(Stamp(1_000_000), &vm, &g, m, level).0 >> 20
     }
 
+    /// The VM of a guest that has touched what it needs, at its whole size.
+    fn of(id: VmId, ram: Bytes, g: GuestModel) -> VmModel {
+        VmModel {
+            id,
+            ram: Some(ram),
+            actual: Some(ram),
+            ceiling: ram,
+            resident: Some(g.need),
+            weight: 1.0,
+            standing: Standing::Ready,
+            trust: Trust { level: 1.0, ..Trust::default() },
+            guest: Some(g),
+            ..VmModel::default()
+        }
+    }
+
     #[test]
     fn page_cache_counts_alike_whatever_the_weight() {
         let level = Level { within_ms: HOT_MS / 2, ..Level::NOW };
@@ -428,18 +444,7 @@ mod tests {
                 deflate_on_oom: true,
                 ..GuestModel::default()
             };
-            let vm = VmModel {
-                id,
-                ram: Some(ram),
-                actual: Some(ram),
-                ceiling: ram,
-                resident: Some(need),
-                weight: 1.0,
-                standing: Standing::Ready,
-                trust: Trust { level: 1.0, ..Trust::default() },
-                guest: Some(g),
-                ..VmModel::default()
-            };
+            let vm = of(id, ram, g);
             let mut m = VmMemory { id, late_ms, ..VmMemory::default() };
             m.recent.see(Stamp(at.0 - 20_000), Bytes::mib(486));
             m.recent.see(at, need);
@@ -499,18 +504,7 @@ mod tests {
             let (short_mark, buffer) = (ram.share(0.04), need.share(0.25).max(ram.share(0.12)));
             let g = GuestModel { need, working_set: need, short_mark, ..GuestModel::default() };
             let g = GuestModel { buffer, deflate_on_oom: true, ..g };
-            let vm = VmModel {
-                id,
-                ram: Some(ram),
-                actual: Some(ram),
-                ceiling: ram,
-                resident: Some(need),
-                weight: 1.0,
-                standing: Standing::Ready,
-                trust: Trust { level: 1.0, ..Trust::default() },
-                guest: Some(g),
-                ..VmModel::default()
-            };
+            let vm = of(id, ram, g);
             let mut m = VmMemory { id, ..VmMemory::default() };
             m.recent.see(Stamp(at.0 - ago_ms), gib(peak));
             m.recent.see(at, need);
