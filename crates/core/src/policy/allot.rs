@@ -37,15 +37,13 @@ const BASE_MS: f64 = 300.0;
 /// whatever the weight, as the host's OOM killer would be next. Above the last T there are levels
 /// at which both grow to [`MARGIN_MOST`] buffers and to [`CACHE_PART`] of the reserve.
 const SQUEEZES: i32 = 8;
+const SQUEEZED: f64 = 0.4;
 /// Levels between T = 0 and the first T, at which guests have more and more of what they can grow
 /// by before that is seen.
 const UNSEEN: i32 = 8;
 /// What passes, milliseconds, until a guest has memory after its answer: a tick and an order.
 const REACTION_MS: f64 = 200.0;
-const SQUEEZED: f64 = 0.4;
-/// No VM has less than this share of its least margin, however small its weight. With less than a
-/// short mark it is in distress and is given memory, so none is taken there, but where the host's OOM
-/// killer would be next.
+/// No VM has less than this share of its least margin, however small its weight.
 const LEAST_SHARE: f64 = 0.2;
 const COMFORTS: i32 = 12;
 /// The numbers of the level with the longest T, and of the highest one.
@@ -167,8 +165,10 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level:
     // One below its peak has room for its cache there.
     let beside = hot.share(level.cache);
     let unseen = unseen_growth(at, g, m).share(level.unseen);
-    let apart = g.short_mark.share(1.0 - level.bare * (1.0 - LEAST_SHARE * LEAST_MARKS));
-    (was + beside).max(g.soon() + margin + hot).max(g.need + unseen + apart).max(vm.floor).min(most)
+    // With less than a short mark it is in distress and must be given memory, so none is taken there,
+    // but where the host's OOM killer would be next.
+    let mark = g.short_mark.share(1.0 - level.bare * (1.0 - LEAST_SHARE * LEAST_MARKS));
+    (was + beside).max(g.soon() + margin + hot).max(g.need + unseen + mark).max(vm.floor).min(most)
 }
 
 /// What it can grow by before it has memory for that: as fast as it did lately, and no further.

@@ -319,8 +319,8 @@ fn relieve(
     };
     let mut drawn: Vec<Bytes> = Vec::new();
     let several = order.len() > 1 && !to_give.is_empty();
-    for n in (0..order.len()).filter(|_| several) {
-        drawn.push(draw(n, Bytes::ZERO, &drawn));
+    if several {
+        (0..order.len()).for_each(|n| drawn.push(draw(n, Bytes::ZERO, &drawn)));
     }
     for (n, (limit, allot)) in order.iter().copied().zip(allots).enumerate() {
         let is_beside =

@@ -264,7 +264,8 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
 }
 
 /// Two slices without headroom, each with a guest that is short, on a machine with headroom. Each
-/// is to have 110 MiB more, from swap. The machine has this much of it, and so much each slice may use.
+/// guest is to have 110 MiB more, from swap. The machine has `swap` MiB of it, and each slice may use
+/// `of_each`. `outstanding`: what the first guest was given a moment ago, if it is not short.
 fn beyond_full_slices((swap, of_each): (u64, u64), outstanding: u64) -> [u64; 2] {
     let limit = |name: &str, headroom| Limit {
         name: name.into(),
