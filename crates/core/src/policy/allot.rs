@@ -208,8 +208,8 @@ pub(super) struct Allotment {
     pub parts: Vec<Option<Part>>,
     /// T, milliseconds: needs that are older do not count.
     pub within_ms: u64,
-    /// Not even all that was needed within the longest time fits.
-    pub contended: bool,
+    /// What guests may come to take by turns, by all that they needed within the longest time.
+    pub by_turns: Bytes,
     pub keep: Bytes,
     /// The part of `keep` for which guests give up page cache.
     pub keep_by_cache: Bytes,
@@ -332,11 +332,12 @@ pub(super) fn allot(
     // Needs that never came together need no sum.
     let unseen: Bytes = known.iter().map(|c| unseen_growth(at, c.g, c.m)).sum();
     let needs: Bytes = known.iter().map(|c| c.g.need).sum();
-    let together = past.map_or(Bytes::ZERO, |l| l.needs.highest()) - needs;
-    let together = together.fraction_of(unseen.max(Bytes(1))).min(1.0);
+    let together = past.map(|l| l.needs.highest()).filter(|sum| *sum > Bytes::ZERO);
+    let more = together.unwrap_or_default() - needs;
+    let share = more.fraction_of(unseen.max(Bytes(1))).min(1.0);
     let level_of = |number| {
         let level = Level::of(number);
-        Level { unseen: level.unseen * together, ..level }
+        Level { unseen: level.unseen * share, ..level }
     };
     let need = |level| known.iter().map(|c| c.holds(at, level)).sum::<Bytes>() + keep_at(level);
     // The highest level at which all fits.
@@ -365,9 +366,13 @@ pub(super) fn allot(
         let most = (fits < 0).then_some(keeps);
         parts[c.index] = Some(Part { keeps, good, assured: assured.min(good), most });
     }
-    // What they hold and do not need is not free to give either.
-    let all_needs = |c: &VmNeed<'_>| (c.needs(at, level_of(LONGEST)) - c.apart).max(c.held);
-    let contended = known.iter().map(all_needs).sum::<Bytes>() + keep > all;
+    // What they hold and do not need is not free to give either. No more of their peaks came
+    // together than was seen; one of them may come beside those.
+    let longest = level_of(LONGEST);
+    let rises = |c: &VmNeed| (c.needs(at, longest) - c.apart) - c.held;
+    let of_one = known.iter().map(|c| c.needs(at, longest) - c.g.need).max().unwrap_or_default();
+    let seen = together.map_or(Bytes(u64::MAX), |sum| (sum - needs) + of_one);
+    let by_turns = known.iter().map(rises).sum::<Bytes>().min(seen);
     let all_growth: Vec<_> = known.iter().map(|c| c.growth(at, level)).collect();
     let growth: Bytes = all_growth.iter().map(|(alone, _)| *alone).sum();
     let beside_cache: Bytes = all_growth.iter().map(|(_, beside)| *beside).sum();
@@ -376,7 +381,7 @@ pub(super) fn allot(
     let shortage = lacks((keep + growth).max(keep_by_cache + beside_cache));
     let cache_shortage = lacks(keep_by_cache + growth);
     let within_ms = level.within_ms;
-    Allotment { parts, within_ms, contended, keep, keep_by_cache, shortage, cache_shortage, growth }
+    Allotment { parts, within_ms, by_turns, keep, keep_by_cache, shortage, cache_shortage, growth }
 }
 
 #[cfg(test)]

@@ -555,8 +555,8 @@ fn on_request(
 /// What the host can give back.
 fn surplus_of(model: &Model, allot: &Allotment) -> Bytes {
     let limit = &model.host.shown;
-    let kept = allot.keep.share(1.25) + allot.growth + limit.outstanding;
-    if allot.contended { Bytes::ZERO } else { limit.headroom - kept }
+    let kept = allot.keep.share(1.25) + allot.growth.max(allot.by_turns) + limit.outstanding;
+    limit.headroom - kept
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Who is given memory, how much and when: in distress, before it asks, back on a clear host.
 
 use super::*;
+use crate::state::LimitMemory;
 
 #[test]
 fn a_reset_brings_what_headroom_allows_and_often_nothing_more() {
@@ -353,4 +354,21 @@ fn one_that_is_below_its_floor_is_given_it_though_little_is_missing() {
     };
     assert_eq!((with(800), with(824)), (None, None));
     assert!(with(900).is_some_and(|to| to >= 900), "{:?}", with(900));
+}
+
+/// Eight guests that need 100 MiB, and 700 at times, on a host with 2500 MiB beyond what they hold.
+#[test]
+fn a_host_gives_back_where_what_is_needed_by_turns_fits_though_all_peaks_together_do_not() {
+    let given = |together: u64| {
+        let vms = (1..9).map(|pid| vm(pid, 400, 300)).collect();
+        let m = |pid| VmMemory { recent: needed(700, 300_000), ..remembered(pid) };
+        let (name, needs) = ("host".into(), needed(together, 300_000));
+        let limits = vec![LimitMemory { name, needs, ..LimitMemory::default() }];
+        let memory = Memory { limits, ..memory((1..9).map(m).collect()) };
+        let model = model(limited(host(Pressure::Clear, 0, 0), 2500, 800), vms);
+        let v = balloon(&model, &memory, &[], &[]).verdicts;
+        v.iter().filter_map(size).collect::<Vec<_>>()
+    };
+    assert_eq!(given(8 * 700), [0; 0], "all at once");
+    assert_eq!(given(700 + 7 * 100), [430], "one at a time: a tenth of 300 MiB");
 }
