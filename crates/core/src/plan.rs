@@ -163,6 +163,8 @@ pub enum Reason {
     Likely,
     /// Its need is not known: it is given what it may need, as far as the host has it.
     Unseen { why: String },
+    /// The host holds it whatever the balloon does.
+    HeldAnyway,
     /// The guest rebooted: a kernel that boots needs all it was promised.
     Rebooted,
     /// QEMU still shows the size from before a reboot; moving the balloon by one
@@ -205,6 +207,7 @@ impl fmt::Display for Reason {
             Reason::GuestShort { signs } => write!(f, "guest is short: {signs}"),
             Reason::Likely => f.write_str("it has less than it needed lately, and a margin"),
             Reason::Unseen { why } => write!(f, "given while it can be reached: {why}"),
+            Reason::HeldAnyway => f.write_str("the host holds that whatever its balloon does"),
             Reason::Rebooted => f.write_str("guest rebooted: it gets memory to boot"),
             Reason::Refresh => f.write_str(
                 "QEMU still shows the size from before the reboot: moved by 1 MiB to hear the new one",

@@ -369,7 +369,7 @@ pub(super) fn allot(
     // What they hold and do not need is not free to give either. No more of their peaks came
     // together than was seen; one of them may come beside those.
     let longest = level_of(LONGEST);
-    let rises = |c: &VmNeed| (c.needs(at, longest) - c.apart) - c.held;
+    let rises = |c: &VmNeed<'_>| (c.needs(at, longest) - c.apart) - c.held;
     let of_one = known.iter().map(|c| c.needs(at, longest) - c.g.need).max().unwrap_or_default();
     let seen = together.map_or(Bytes(u64::MAX), |sum| (sum - needs) + of_one);
     let by_turns = known.iter().map(rises).sum::<Bytes>().min(seen);

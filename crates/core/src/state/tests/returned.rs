@@ -3,6 +3,24 @@
 use super::*;
 use crate::wire::Counters;
 
+/// Its balloon has 512 of 1024 MiB when a VFIO device is plugged in. Its VMM has 40 MiB.
+#[test]
+fn what_is_pinned_of_a_balloon_does_not_count_as_the_vmms_own() {
+    let own = |pinned: bool, counted: bool| {
+        let own = OwnMemory { resident: Bytes::mib(40), swap: Bytes::ZERO };
+        let its = |held| {
+            let mut its = vm(512, 200, held);
+            its.process.as_mut().unwrap().own = counted.then_some(own);
+            its
+        };
+        let mut memory = taken_to(512, &|| its(400), 20);
+        let pinned = pinned.then(|| "VFIO".into());
+        drop(look(&mut memory, 21_000, VmSample { pinned, ..its(1064) }));
+        memory.vms[0].own().0 >> 20
+    };
+    assert_eq!((own(true, true), own(false, true), own(true, false)), (40, 552, 552));
+}
+
 /// Its counters are told when it has done, and residency is read in the middle of its work.
 #[test]
 fn what_an_agent_at_work_takes_is_put_down_to_it_at_the_end() {

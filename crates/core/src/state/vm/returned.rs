@@ -78,7 +78,10 @@ impl VmMemory {
         let size = self.sizes.most().filter(|_| actual.is_some() && !self.boots(at));
         let beyond = size.map_or(Bytes::ZERO, |size| p.resident() - size);
         let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
-        self.own_seen = beyond.max(self.own_seen.share(left));
+        let seen = beyond.max(self.own_seen.share(left));
+        // What is resident beyond its size may be what its balloon has, and does not bring.
+        let in_vain = vm.pinned.is_some() || self.yields.brings_nothing_until.is_some();
+        self.own_seen = if in_vain && p.own.is_some() { Bytes::ZERO } else { seen };
         self.own_counted = p.own;
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
         let works = vm.agent.as_ref().is_some_and(|a| a.busy);
