@@ -336,19 +336,13 @@ impl LinuxHost {
     ) -> Vec<VmSample> {
         let (root, keep) = (&self.options.root, self.vms.len() <= KEPT_OPEN);
         let now = Instant::now();
-        let due = self.counted.is_none_or(|at| now - at >= Duration::from_secs(1));
-        self.counted = if due { Some(now) } else { self.counted };
-        // Those that are due longest come first.
-        let waits = |(id, vm): (&VmId, &Vm)| Some((vm.own_is_due(now)?, *id));
-        let mut counts: Vec<_> = self.vms.iter().filter(|_| due).filter_map(waits).collect();
-        counts.sort_unstable();
-        counts.truncate(COUNTS);
+        let counts = counts_due(&self.vms, &mut self.counted, now);
         let one = |(id, vm): (&VmId, &mut Vm)| {
             // One that was just found.
             if !vm.seen && !self.resting.contains(id) {
                 vm.look(root, keep);
             }
-            vm.count_own(root, now, counts.iter().any(|(_, its)| its == id));
+            vm.count_own(root, now, counts.contains(id));
             let mut sample = vm.sample(at, wall_ms, problems);
             self.background.iter().for_each(|b| b.tell(*id, &mut sample.tasks));
             let busy = vm.shrinks(self.owed.contains(id))
@@ -360,6 +354,19 @@ impl LinuxHost {
         };
         self.vms.iter_mut().map(one).collect()
     }
+}
+
+/// The VMs whose VMMs' own memory is to be counted now, each second anew. Those that are due longest
+/// come first.
+fn counts_due(vms: &BTreeMap<VmId, Vm>, last: &mut Option<Instant>, now: Instant) -> Vec<VmId> {
+    if last.is_some_and(|at| now - at < Duration::from_secs(1)) {
+        return Vec::new();
+    }
+    *last = Some(now);
+    let waits = |(id, vm): (&VmId, &Vm)| Some((vm.own_is_due(now)?, *id));
+    let mut due: Vec<_> = vms.iter().filter_map(waits).collect();
+    due.sort_unstable();
+    due.into_iter().map(|(_, id)| id).take(COUNTS).collect()
 }
 
 /// Whether settings of this VM may stand in its libvirt's metadata and count.

@@ -214,3 +214,36 @@ fn nothing_is_taken_out_of_ksm_where_the_memory_is_not_there() {
     assert!(said(700_000, false).contains("no QMP connection"), "there is room");
     assert!(said(600_000, true).contains("no QMP connection"), "opening takes none");
 }
+
+/// Nine VMs, of which the first are due again when the last was never counted.
+#[test]
+fn what_vmms_hold_is_counted_of_four_in_a_second_of_those_first_that_are_due_longest() {
+    let tree = tree(&[]);
+    for pid in 11..20 {
+        tree.vm(pid, 7, &format!("-name\0vm{pid}"));
+        tree.put(format!("/proc/{pid}/status"), "RssAnon: 4 kB\n");
+    }
+    let mut host = host(&tree, Options::default());
+    host.counted = Some(Instant::now() + Duration::from_secs(600));
+    host.sample();
+    let (begun, mut last) = (Instant::now(), None);
+    let mut counted = |ms| {
+        let now = begun + Duration::from_millis(ms);
+        let due = counts_due(&host.vms, &mut last, now);
+        for (id, vm) in &mut host.vms {
+            vm.count_own(&tree, now, due.contains(id));
+            eventually(|| {
+                vm.count_own(&tree, now, false);
+                // The count has ended.
+                vm.own_is_due(begun + Duration::from_secs(60)).is_some()
+            });
+        }
+        due.iter().map(|id| id.pid).collect::<Vec<_>>()
+    };
+    assert_eq!(counted(0), [11, 12, 13, 14]);
+    assert_eq!(counted(999), [0; 0]);
+    assert_eq!(counted(1_000), [15, 16, 17, 18]);
+    // The first are due since then, too.
+    assert_eq!(counted(2_000), [19, 11, 12, 13]);
+    assert_eq!(counted(3_000), [14, 15, 16, 17]);
+}
