@@ -126,7 +126,10 @@ fn body(answer: &[u8]) -> Result<&[u8], String> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::*;
+    use crate::testing::socket;
 
     #[test]
     fn bodies_errors_and_nonsense_are_told_apart() {
@@ -137,5 +140,31 @@ mod tests {
         assert!(body(b"\xff\xff").is_err());
         let e = get("/nonexistent/ebb.sock", "/").unwrap_err().to_string();
         assert!(e.contains("systemctl start ebb"), "{e}");
+    }
+
+    /// A daemon that is reloaded: one breaks its answer off, and the next listens a moment later.
+    #[test]
+    fn a_daemon_that_does_not_answer_is_asked_again_until_it_does_or_time_is_up() {
+        let (dir, listener, path) = socket();
+        let ask =
+            |ms| get_json_until::<u32>(&path, "/", Instant::now() + Duration::from_millis(ms));
+        drop(listener);
+        assert!(matches!(ask(150), Err(ClientError::NoDaemon { .. })), "time is up");
+        std::fs::remove_file(&path).unwrap();
+        let its = path.clone();
+        let daemon = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            let listener = UnixListener::bind(its).unwrap();
+            // An error that is an answer is one.
+            for answer in ["", "HTTP/1.1 200 OK\r\n\r\n7", "HTTP/1.1 404 Not Found\r\n\r\nno"] {
+                let mut client = listener.accept().unwrap().0;
+                let _ = client.read(&mut [0; 4096]);
+                client.write_all(answer.as_bytes()).unwrap();
+            }
+        });
+        assert_eq!(ask(60_000).unwrap(), 7);
+        assert!(matches!(ask(60_000), Err(ClientError::Answer { .. })));
+        daemon.join().unwrap();
+        drop(dir);
     }
 }
