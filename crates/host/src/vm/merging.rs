@@ -316,6 +316,7 @@ mod tests {
 
     use super::*;
     use crate::act::vm_mergeable::MemoryBlock;
+    use crate::probe::qemu::QmpAddress;
     use crate::testing::{eventually, qmp, socket};
 
     const RAM: u64 = 1 << 30;
@@ -432,6 +433,60 @@ mod tests {
                 assert!(link.must_ask(&more) && link.is_open(&more), "memory was plugged in");
             });
         }
+    }
+
+    /// Its QEMU cannot tell: it is not asked again before its memory has changed.
+    #[test]
+    fn that_qemu_does_not_tell_which_memory_is_ram_is_no_error() {
+        let (_dir, listener, path) = socket();
+        let refuses = |asked: &Value, _: &str| {
+            let is_asked = asked["execute"] == "query-memdev";
+            Some(if is_asked { Err("no") } else { Ok(json!({})) })
+        };
+        let peer = std::thread::spawn(move || qmp(listener.accept().unwrap().0, refuses));
+        let (mut client, there) = (Client::new(&path), state(true, true));
+        let mut link = MergeLink::default();
+        link.learn(&mut client);
+        let seen = look(there.clone());
+        end(&mut link, &mut client, |link, client| link.go_on(Some(client), Some(&seen)));
+        assert_eq!((link.must_ask(&there), link.error), (false, None));
+        drop(client);
+        peer.join().unwrap();
+        let mut link = MergeLink::default();
+        link.learn(&mut Client::new("/nonexistent"));
+        assert_eq!((link.is_busy(), link.error), (false, None));
+    }
+
+    /// Its display is open to KSM, and its RAM is not.
+    #[test]
+    fn whether_ram_is_open_is_not_known_before_qemu_has_told_which_memory_is_ram() {
+        with_qemu(false, true, |client, _| {
+            let seen = look(state(false, true));
+            let client = std::mem::replace(client, Client::new("/nonexistent"));
+            let mut vm = Vm { client: Some(client), ..Vm::default() };
+            eventually(|| {
+                vm.client.iter_mut().for_each(Client::pump);
+                vm.usable().is_some()
+            });
+            assert_eq!(vm.go_on_merging(None), None, "it was not looked at");
+            assert_eq!(vm.go_on_merging(Some(&seen)), None, "it is asked");
+            eventually(|| {
+                vm.client.iter_mut().for_each(Client::pump);
+                vm.go_on_merging(Some(&seen)).is_some()
+            });
+            assert_eq!(vm.go_on_merging(Some(&seen)), Some(false));
+        });
+    }
+
+    #[test]
+    fn of_a_vm_that_is_not_asked_all_memory_counts() {
+        let seen = look(state(false, true));
+        let mut vm = Vm::default();
+        assert_eq!(vm.go_on_merging(Some(&seen)), Some(true), "it has no socket");
+        vm.process.args.qmp = QmpAddress::Paths(vec!["/nowhere/ebb".into()]);
+        assert_eq!(vm.go_on_merging(Some(&seen)), None, "it is asked later");
+        vm.access.hands_off_ms = Some(1_000);
+        assert_eq!(vm.go_on_merging(Some(&seen)), Some(true), "it is left alone");
     }
 
     #[test]
