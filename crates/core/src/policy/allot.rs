@@ -143,8 +143,19 @@ pub(super) fn weight(vm: &VmModel) -> f64 {
     vm.weight.clamp(0.1, 10.0)
 }
 
-/// What a guest is to have at a level.
+/// What a guest is to have at a level without what it can grow by before that is seen.
 pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level: Level) -> Bytes {
+    want_with(at, vm, g, m, (level, Bytes::ZERO))
+}
+
+/// The same with that, as far as the level has it.
+fn want_with(
+    at: Stamp,
+    vm: &VmModel,
+    g: &GuestModel,
+    m: &VmMemory,
+    (level, unseen): (Level, Bytes),
+) -> Bytes {
     // With twice the weight needs age half as fast.
     let within_ms = (level.within_ms as f64 * weight(vm)) as u64;
     let level = Level { least: level.least_of(vm), ..level };
@@ -164,7 +175,7 @@ pub(super) fn want(at: Stamp, vm: &VmModel, g: &GuestModel, m: &VmMemory, level:
     let most = vm.ceiling.max(vm.floor).max(vm.actual.unwrap_or_default());
     // One below its peak has room for its cache there.
     let beside = hot.share(level.cache);
-    let unseen = unseen_growth(at, g, m).share(level.unseen);
+    let unseen = unseen.share(level.unseen);
     // With less than a short mark it is in distress and must be given memory, so none is taken there,
     // but where the host's OOM killer would be next.
     let mark = g.short_mark.share(1.0 - level.bare * (1.0 - LEAST_SHARE * LEAST_MARKS));
@@ -230,6 +241,8 @@ struct VmNeed<'a> {
     held: Bytes,
     /// What it needs and the host does not hold: merged, in swap, never touched.
     apart: Bytes,
+    /// What it can grow by before that is seen.
+    unseen: Bytes,
     /// What it is to have in any case.
     least: Bytes,
     /// The most that a limit inside of this one lets it have.
@@ -261,7 +274,8 @@ impl VmNeed<'_> {
 
     /// The size that it is to have.
     fn wants(&self, at: Stamp, level: Level) -> Bytes {
-        want(at, self.vm, self.g, self.m, level).min(self.most).max(self.least(level))
+        let want = want_with(at, self.vm, self.g, self.m, (level, self.unseen));
+        want.min(self.most).max(self.least(level))
     }
 
     /// What the host will hold for it when it needs that, at the size that it has, beyond what the
@@ -308,10 +322,10 @@ pub(super) fn allot(
         let g = vm.guest.as_ref().filter(|_| !vm.outside && vm.pinned.is_none())?;
         let held = vm.guest_held().unwrap_or(vm.actual?).min(vm.actual?);
         let m = memory.of(vm.id);
-        let apart = g.need - held;
+        let (apart, unseen) = (g.need - held, unseen_growth(at, g, m));
         let fixed = vm.standing != Standing::Ready || brings_nothing(model, vm, m).is_some();
         let (least, most) = (least[index], most_of[index]);
-        Some(VmNeed { index, vm, g, m, held, apart, least, most, fixed })
+        Some(VmNeed { index, vm, g, m, held, apart, unseen, least, most, fixed })
     };
     let known: Vec<VmNeed<'_>> = (0..model.vms.len()).filter_map(need_of).collect();
     let all = host.headroom + known.iter().map(|c| c.held).sum::<Bytes>();
@@ -330,7 +344,7 @@ pub(super) fn allot(
         keep_of(part) + (past.map_or(others, |l| l.others.peak(at, level.within_ms)) - others)
     };
     // Needs that never came together need no sum.
-    let unseen: Bytes = known.iter().map(|c| unseen_growth(at, c.g, c.m)).sum();
+    let unseen: Bytes = known.iter().map(|c| c.unseen).sum();
     let needs: Bytes = known.iter().map(|c| c.g.need).sum();
     let together = past.map(|l| l.needs.highest()).filter(|sum| *sum > Bytes::ZERO);
     let more = together.unwrap_or_default() - needs;
