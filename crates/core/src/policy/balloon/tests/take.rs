@@ -209,6 +209,23 @@ fn before_growing_guests_use_up_the_hosts_memory_others_are_asked_at_full_pace()
     assert!(waits(&v[0]) > Bytes::mib(200), "the other will be short of it: {v:?}");
 }
 
+/// The same, and a VM that was started and is paused was promised so many MiB.
+fn beside_one_that_waits(cache: u64, rate: u64, waiting: u64) -> u64 {
+    let grows = VmModel { resident: Some(Bytes::mib(300)), ..grows(vm(2, 1024, 800), rate) };
+    let mut host = without_swap(limited(host(Pressure::Clear, 0, 0), 500, 400));
+    (host.shown.promised, host.shown.waiting) = (Bytes::mib(waiting), Bytes::mib(waiting));
+    taken(&decide(host, vec![caching(1, cache), grows], vec![]), 0)
+}
+
+#[test]
+fn for_a_vm_that_is_paused_nobody_is_hurried_nor_gives_up_its_page_cache() {
+    // The other grows by this much a second, which is missing soon, or at once.
+    for (cache, rate) in [(0, 200), (850, 300)] {
+        let asked = [0, 1000].map(|waiting| beside_one_that_waits(cache, rate, waiting));
+        assert!(asked[0] > 0 && asked[0] == asked[1], "{cache} {rate}: {asked:?}");
+    }
+}
+
 #[test]
 fn where_one_starves_one_that_lives_gives_what_it_has_beyond_its_part() {
     let asked = |available, actual: u64, ceiling: u64| {
