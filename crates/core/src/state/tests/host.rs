@@ -163,3 +163,27 @@ fn what_a_vm_holds_that_comes_or_goes_is_not_taken_for_others() {
         assert_eq!(others(ms, vec![vm(Some(gib(5)))]), gib(1), "at {ms}");
     }
 }
+
+/// The host cannot be read for a moment.
+#[test]
+fn what_is_known_of_the_machine_is_kept_also_with_one_vm() {
+    let mut memory = Memory::default();
+    let mut others = |at: u64, reads: bool| {
+        let mut seen = with_left(Bytes::gib(10), sample(at, vec![vm(1024, 600, 900)]));
+        seen.host.memory.take_if(|_| !reads);
+        tick(&mut memory, &seen);
+        memory.past("host").map(|past| past.others.highest())
+    };
+    let used = Some(Bytes::gib(6) - Bytes::mib(900));
+    others(1_000, true);
+    assert_eq!([others(2_000, true), others(3_000, false), others(4_000, true)], [used; 3]);
+}
+
+#[test]
+fn what_guests_needed_together_is_without_those_whose_ram_is_pinned() {
+    let mut memory = Memory::default();
+    let pinned = Some("a VFIO device pins it".into());
+    let pinned = VmSample { id: VmId { pid: 8, start: 9 }, pinned, ..vm(1024, 300, 900) };
+    tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900), pinned]));
+    assert_eq!(memory.past("host").unwrap().needs.highest(), Bytes::mib(424));
+}
