@@ -97,6 +97,24 @@ fn an_order_that_fails_otherwise_is_given_again_at_once() {
     assert!(others > 0);
 }
 
+/// It is short, and there is a tick each 200 ms.
+#[test]
+fn an_order_to_grow_that_is_refused_is_given_again_after_a_second() {
+    let mut memory = taken_to(600, &|| vm(600, 300, 590), 3);
+    let mut asked = Vec::new();
+    for ms in (4_000..8_000).step_by(200) {
+        let refuses = |a: &Action| {
+            let error = Some("no".into());
+            Outcome { vm: a.vm, error, refused: true, ..Outcome::default() }
+        };
+        let seen = sample(ms, vec![vm(600, 5, 590)]);
+        let (_, plan) =
+            decides(&mut memory, &seen, |_, _, plan| plan.actions.iter().map(refuses).collect());
+        asked.extend(plan.actions.iter().map(|_| ms));
+    }
+    assert_eq!(asked, [4_000, 5_000, 6_000, 7_000]);
+}
+
 #[test]
 fn who_does_not_follow_is_left_alone_twice_as_long_each_time() {
     let mut memory = Memory::default();
