@@ -103,6 +103,28 @@ fn who_has_less_than_it_needed_lately_is_given_it_before_it_asks() {
     assert!(ask(empty, 1024, Standing::Ready) < Some(500), "not from what others need");
 }
 
+/// What is given to a guest that is short, and to another of ten times its weight.
+fn beside_a_heavy_one(headroom: u64, heavy: VmModel, m: VmMemory) -> [u64; 2] {
+    let short = says(short(1, 400, 10), |g| g.highest = Bytes::mib(700));
+    let heavy = VmModel { weight: 10.0, ..heavy };
+    let had = heavy.actual.unwrap().0 >> 20;
+    let host = with_swap(limited(host(Pressure::Hard, 0, 0), headroom, 400), 0);
+    let v = decide(host, vec![short, heavy], vec![remembered(1), m]);
+    [size(&v[0]).unwrap_or(400) - 400, size(&v[1]).unwrap_or(had) - had]
+}
+
+#[test]
+fn who_is_short_comes_before_who_is_only_likely_to_need_more() {
+    // It needed 1000 MiB three seconds ago, and has touched 150 of 800.
+    let likely = VmModel { resident: Some(Bytes::mib(150)), ..vm(2, 800, 700) };
+    let m = VmMemory { recent: needed(1000, 3_000), ..remembered(2) };
+    assert_eq!(beside_a_heavy_one(1100, likely, m)[0], 380, "all that it needed before");
+    // One that is silent may be short as well.
+    let silent = VmModel { unseen: "silent".into(), ..vm(2, 400, 300) };
+    let given = beside_a_heavy_one(300, silent, remembered(2));
+    assert!(given[1] > 0, "{given:?}");
+}
+
 /// It holds half of what it could touch, and grows.
 #[test]
 fn one_that_is_given_more_takes_what_it_had_before_too() {
@@ -280,19 +302,22 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
     assert_eq!(ask(2_400), None, "the machine has no more than it is to keep");
 }
 
-/// Two slices without headroom, each with a guest that is short, on a machine with headroom. Each
-/// guest is to have 110 MiB more, from swap. The machine has `swap` MiB of it, and each slice may use
-/// `of_each`. `outstanding`: what the first guest was given a moment ago, if it is not short.
-fn beyond_full_slices((swap, of_each): (u64, u64), outstanding: u64) -> [u64; 2] {
+/// A machine with headroom, and limits without: slices, and node 0. Below `/b` and `/a/x` and on node
+/// 0 there is a guest each that is short, and is to have 110 MiB more, from swap. The machine has
+/// `swap` MiB of it, and each limit may use `of_each`. `outstanding`: what the first guest was given
+/// a moment ago, if it is not short.
+fn beyond_full_limits(full: &[&str], (swap, of_each): (u64, u64), outstanding: u64) -> [u64; 2] {
     let limit = |name: &str, headroom| Limit {
         name: name.into(),
+        nodes: if name == "node 0" { vec![0] } else { vec![] },
         headroom: Bytes::mib(headroom),
         reserve: Bytes::mib(100),
         swap_left: Bytes::mib(if name == "host" { swap } else { of_each.min(swap) }),
         state: Pressure::Critical,
         ..Limit::default()
     };
-    let limits = vec![limit("host", 5_000), limit("/a", 10), limit("/b", 10)];
+    let full = full.iter().map(|name| limit(name, 10));
+    let limits: Vec<_> = std::iter::once(limit("host", 5_000)).chain(full).collect();
     let host = HostModel { shown: limits[1].clone(), limits, ..host(Pressure::Critical, 0, 0) };
     let one = |pid, slice: &str| {
         let its = short(pid, 400, 0);
@@ -300,12 +325,12 @@ fn beyond_full_slices((swap, of_each): (u64, u64), outstanding: u64) -> [u64; 2]
         VmModel { guest, cgroup: Some(format!("{slice}/{pid}")), ..its }
     };
     let first = match outstanding {
-        0 => one(1, "/a"),
+        0 => VmModel { nodes: vec![0], ..one(1, "/a/x") },
         // It was given that a moment ago, and grows.
         mib => VmModel {
             outstanding: Bytes::mib(mib),
             distress: String::new(),
-            cgroup: Some("/a/1".into()),
+            cgroup: Some("/a/x/1".into()),
             resident: Some(Bytes::mib(400)),
             ..grows(vm(1, 400 + mib, mib), 400)
         },
@@ -316,11 +341,21 @@ fn beyond_full_slices((swap, of_each): (u64, u64), outstanding: u64) -> [u64; 2]
 
 #[test]
 fn swap_of_the_machine_is_granted_once_where_guests_of_several_slices_are_short() {
-    assert_eq!(beyond_full_slices((1_000, 150), 0), [110, 110]);
-    let [a, b] = beyond_full_slices((150, 1_000), 0);
+    let given = |swap, outstanding| beyond_full_limits(&["/a", "/b"], swap, outstanding);
+    assert_eq!(given((1_000, 150), 0), [110, 110]);
+    let [a, b] = given((150, 1_000), 0);
     assert!(a + b <= 150 && a.min(b) >= 20, "{a} {b}");
-    let [_, b] = beyond_full_slices((150, 1_000), 110);
+    let [_, b] = given((150, 1_000), 110);
     assert!(b <= 42, "the first will touch 110 of it: {b}");
+}
+
+#[test]
+fn swap_that_is_drawn_under_several_limits_of_a_guest_is_drawn_once() {
+    for full in [["/a", "/a/x"], ["/a", "node 0"]] {
+        assert_eq!(beyond_full_limits(&full, (150, 150), 0)[0], 110, "{full:?}");
+    }
+    // The first will touch 110 MiB.
+    assert_eq!(beyond_full_limits(&["/a", "/a/x", "/b"], (250, 250), 110)[1], 110);
 }
 
 /// The size of a guest that is short. Another one was given all that it has left, and grows.
