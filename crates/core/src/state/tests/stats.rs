@@ -132,19 +132,24 @@ fn a_quiet_guest_that_begins_to_need_memory_is_as_fast_as_it_is() {
     assert_eq!(rate(&memory), 0.0, "and it has stopped");
 }
 
+/// The agent of a guest of 512 MiB whose module says that 100 are available.
+fn with_facts(time_ms: u64, alloc_stall: u64) -> AgentSample {
+    let facts = Some(crate::wire::abi::Facts {
+        time_ns: time_ms * 1_000_000,
+        total: 512 << 8,
+        free: 50 << 8,
+        available: 100 << 8,
+        alloc_stall,
+        ..Default::default()
+    });
+    AgentSample { facts, ..AgentSample::ready(0) }
+}
+
 #[test]
 fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
     let mut memory = Memory::default();
     let mut look = |at: u64, stalls: u64, agent: bool| {
-        let facts = Some(crate::wire::abi::Facts {
-            time_ns: at * 1_000_000,
-            total: 512 << 8,
-            free: 50 << 8,
-            available: 100 << 8,
-            alloc_stall: stalls,
-            ..Default::default()
-        });
-        let agent = agent.then(|| AgentSample { facts, ..AgentSample::ready(0) });
+        let agent = agent.then(|| with_facts(at, stalls));
         // The balloon's say the same all the time.
         let model = look(&mut memory, at, VmSample { agent, ..vm(512, 100, 500) });
         only(&model).distress.clone()
@@ -159,14 +164,7 @@ fn a_module_tells_of_direct_reclaim_before_the_balloons_statistics_do() {
 fn statistics_of_now_count_more_than_facts_that_stand_still() {
     let mut memory = Memory::default();
     let mut available = |at: u64, time_ms: u64, age_ms: u64| {
-        let facts = Some(crate::wire::abi::Facts {
-            time_ns: time_ms * 1_000_000,
-            total: 512 << 8,
-            free: 50 << 8,
-            available: 100 << 8,
-            ..Default::default()
-        });
-        let agent = Some(AgentSample { facts, ..AgentSample::ready(0) });
+        let agent = Some(with_facts(time_ms, 0));
         let model = look(&mut memory, at, VmSample { agent, ..aged(512, 10, 500, age_ms) });
         only(&model).guest.unwrap().available.0 >> 20
     };
