@@ -174,6 +174,23 @@ fn statistics_of_now_count_more_than_facts_that_stand_still() {
     assert_eq!(available(2_300, 2_300, 100), 100, "it tells again");
 }
 
+#[test]
+fn a_guest_that_cannot_answer_is_not_late() {
+    let late_ms = |resets: bool, run: RunState| {
+        let mut memory = Memory::default();
+        for s in 1..=20 {
+            let its = VmSample { run: Some(run.clone()), ..aged(1024, 600, 900, 4_000) };
+            // It is silent for some seconds before.
+            let its = if resets && s == 10 { reset(its) } else { its };
+            look(&mut memory, s * 1_000, its);
+        }
+        memory.vms[0].late_ms
+    };
+    assert!(late_ms(false, RunState::Running) > 3_000.0);
+    assert_eq!(late_ms(false, RunState::Paused), 0.0);
+    assert_eq!(late_ms(true, RunState::Running), 0.0, "its new kernel boots");
+}
+
 /// Its balloon is 20 MiB smaller at each look, by no order of Ebb.
 #[test]
 fn the_need_of_a_guest_that_deflates_its_balloon_itself_goes_on_growing() {
