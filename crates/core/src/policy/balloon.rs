@@ -320,15 +320,16 @@ fn relieve(
     let order = view.order.clone();
     let limits = &model.host.limits;
     let machine = limits.iter().find(|l| l.is_host()).map_or(Bytes(u64::MAX), |l| l.swap_left);
-    // The swap that guests below each limit will draw, beside those of limits inside: the machine
-    // has it once.
+    // The swap that guests below each limit will draw, as far as they may, beside those of limits
+    // inside: the machine has it once.
     let draw = |n: usize, granted: Bytes, drawn: &[Bytes]| {
         let limit = &limits[order[n]];
         let below = model.vms.iter().filter(|vm| vm.is_below(limit));
         let all = granted + below.map(spoken_for).sum();
         let inside = |i: &usize| drawn[*i] > Bytes::ZERO && limits[order[*i]].is_inside(limit);
         let by_inner: Bytes = (0..n).filter(inside).map(|i| drawn[i]).sum();
-        all - (limit.headroom - limit.reserve.share(LAST)) - by_inner
+        let all = all - (limit.headroom - limit.reserve.share(LAST));
+        all.min(limit.swap_left) - by_inner
     };
     let mut drawn: Vec<Bytes> = Vec::new();
     let several = order.len() > 1 && !to_give.is_empty();

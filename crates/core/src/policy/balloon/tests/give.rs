@@ -304,20 +304,20 @@ fn a_vm_outside_of_the_full_cgroup_is_given_back_what_the_machine_can_spare() {
 
 /// A machine with headroom, and limits without: slices, and node 0. Below `/b` and `/a/x` and on node
 /// 0 there is a guest each that is short, and is to have 110 MiB more, from swap. The machine has
-/// `swap` MiB of it, and each limit may use `of_each`. `outstanding`: what the first guest was given
-/// a moment ago, if it is not short.
-fn beyond_full_limits(full: &[&str], (swap, of_each): (u64, u64), outstanding: u64) -> [u64; 2] {
-    let limit = |name: &str, headroom| Limit {
+/// `swap` MiB of it, and each limit may use what stands beside its name. `outstanding`: what the first
+/// guest was given a moment ago, if it is not short.
+fn beyond_full_limits(full: &[(&str, u64)], swap: u64, outstanding: u64) -> [u64; 2] {
+    let limit = |name: &str, headroom, its: u64| Limit {
         name: name.into(),
         nodes: if name == "node 0" { vec![0] } else { vec![] },
         headroom: Bytes::mib(headroom),
         reserve: Bytes::mib(100),
-        swap_left: Bytes::mib(if name == "host" { swap } else { of_each.min(swap) }),
+        swap_left: Bytes::mib(its.min(swap)),
         state: Pressure::Critical,
         ..Limit::default()
     };
-    let full = full.iter().map(|name| limit(name, 10));
-    let limits: Vec<_> = std::iter::once(limit("host", 5_000)).chain(full).collect();
+    let full = full.iter().map(|(name, its)| limit(name, 10, *its));
+    let limits: Vec<_> = std::iter::once(limit("host", 5_000, swap)).chain(full).collect();
     let host = HostModel { shown: limits[1].clone(), limits, ..host(Pressure::Critical, 0, 0) };
     let one = |pid, slice: &str| {
         let its = short(pid, 400, 0);
@@ -341,21 +341,30 @@ fn beyond_full_limits(full: &[&str], (swap, of_each): (u64, u64), outstanding: u
 
 #[test]
 fn swap_of_the_machine_is_granted_once_where_guests_of_several_slices_are_short() {
-    let given = |swap, outstanding| beyond_full_limits(&["/a", "/b"], swap, outstanding);
-    assert_eq!(given((1_000, 150), 0), [110, 110]);
-    let [a, b] = given((150, 1_000), 0);
+    let given = |of_each, swap, outstanding| {
+        beyond_full_limits(&[("/a", of_each), ("/b", of_each)], swap, outstanding)
+    };
+    assert_eq!(given(150, 1_000, 0), [110, 110]);
+    let [a, b] = given(1_000, 150, 0);
     assert!(a + b <= 150 && a.min(b) >= 20, "{a} {b}");
-    let [_, b] = given((150, 1_000), 110);
+    let [_, b] = given(1_000, 150, 110);
     assert!(b <= 42, "the first will touch 110 of it: {b}");
 }
 
 #[test]
 fn swap_that_is_drawn_under_several_limits_of_a_guest_is_drawn_once() {
-    for full in [["/a", "/a/x"], ["/a", "node 0"]] {
-        assert_eq!(beyond_full_limits(&full, (150, 150), 0)[0], 110, "{full:?}");
+    for inner in ["/a/x", "node 0"] {
+        let full = [("/a", 150), (inner, 150)];
+        assert_eq!(beyond_full_limits(&full, 150, 0)[0], 110, "{inner}");
     }
     // The first will touch 110 MiB.
-    assert_eq!(beyond_full_limits(&["/a", "/a/x", "/b"], (250, 250), 110)[1], 110);
+    assert_eq!(beyond_full_limits(&[("/a", 250), ("/a/x", 250), ("/b", 250)], 250, 110)[1], 110);
+}
+
+/// The first guest will touch 110 MiB of what it has.
+#[test]
+fn guests_that_may_not_swap_draw_no_swap_of_the_machine() {
+    assert_eq!(beyond_full_limits(&[("/a", 0), ("/b", 150)], 150, 110)[1], 110);
 }
 
 /// The size of a guest that is short. Another one was given all that it has left, and grows.
