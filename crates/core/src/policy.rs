@@ -87,11 +87,12 @@ pub fn decide(model: &Model, memory: &Memory, requests: &[Reclaim]) -> Decided {
     let mut view = View::new(model);
     let mut paged = vec![Bytes::ZERO; model.vms.len()];
     let (mut lefts, mut why) = (Vec::new(), String::new());
-    for (limit, missing) in view.order.clone().into_iter().zip(&ballooned.under) {
+    let under = ballooned.under.iter().zip(&ballooned.waiting);
+    for (limit, (missing, waiting)) in view.order.clone().into_iter().zip(under) {
         let model = view.under(limit);
         let found: Bytes =
             [&recycled, &ballooned.expected, &paged].map(|by| below(model, by)).into_iter().sum();
-        let left = *missing - found - arriving(model, memory);
+        let left = *missing - *waiting - found - arriving(model, memory);
         let (orders, words) = offload::offload(model, memory, left, &paged);
         if why.is_empty() || !orders.is_empty() {
             why = words;

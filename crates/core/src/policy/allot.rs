@@ -226,6 +226,8 @@ pub(super) struct Allotment {
     pub keep_by_cache: Bytes,
     /// What the host lacks to back what all are to have and keep `keep`.
     pub shortage: Bytes,
+    /// The same without what paused VMs wait for.
+    pub shortage_of_running: Bytes,
     /// What it lacks to back that and keep `keep_by_cache`.
     pub cache_shortage: Bytes,
     /// What guests may still take of what they are to have.
@@ -364,6 +366,7 @@ pub(super) fn allot(
     let level = level_of(fits);
     let keep_by_cache = keep_at(level);
     // Only free memory is taken for a VM that is paused.
+    let keep_running = keep_of(1.0).max(keep_by_cache);
     let keep = (keep_of(1.0) + host.waiting).max(keep_by_cache);
     // What is left of it goes the same way to what comes next.
     let next = level_of((fits + 1).min(HIGHEST));
@@ -392,10 +395,21 @@ pub(super) fn allot(
     let beside_cache: Bytes = all_growth.iter().map(|(_, beside)| *beside).sum();
     let lacks = |part: Bytes| if model.host.known { part - host.headroom } else { Bytes::ZERO };
     // Balloons take their time: free memory is taken before what guests will touch is missing.
-    let shortage = lacks((keep + growth).max(keep_by_cache + beside_cache));
+    let shortage_at = |keep: Bytes| lacks((keep + growth).max(keep_by_cache + beside_cache));
+    let (shortage, shortage_of_running) = (shortage_at(keep), shortage_at(keep_running));
     let cache_shortage = lacks(keep_by_cache + growth);
     let within_ms = level.within_ms;
-    Allotment { parts, within_ms, by_turns, keep, keep_by_cache, shortage, cache_shortage, growth }
+    Allotment {
+        parts,
+        within_ms,
+        by_turns,
+        keep,
+        keep_by_cache,
+        shortage,
+        shortage_of_running,
+        cache_shortage,
+        growth,
+    }
 }
 
 #[cfg(test)]

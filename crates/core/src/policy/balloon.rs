@@ -58,6 +58,8 @@ pub struct Ballooned {
     pub expected: Vec<Bytes>,
     /// What was missing under each limit, in the order of [`View`].
     pub under: Vec<Bytes>,
+    /// What of that VMs wait for that are paused: nothing is paged out for them.
+    pub waiting: Vec<Bytes>,
 }
 
 /// Decides. `above` is what the stages before this one are expected to bring of each VM.
@@ -82,7 +84,10 @@ pub fn balloon(model: &Model, memory: &Memory, requests: &[Reclaim], above: &[By
         let (host, shown) = (&model.host, &model.host.shown);
         let lacks = |shortage| if shown.stalls_elsewhere { Bytes::ZERO } else { shortage };
         // What guests are not to be asked for is still missing: later stages may have it.
-        done.under.push(deferred + lacks(allot.shortage.max(shown.shortage)));
+        let missing = lacks(allot.shortage.max(shown.shortage));
+        let runs = lacks(allot.shortage_of_running.max(shown.shortage));
+        done.under.push(deferred + missing);
+        done.waiting.push(missing - runs);
         let short = deferred + lacks(allot.shortage);
         let has_some = short == Bytes::ZERO && host.known;
         surplus.push((limit, if has_some { surplus_of(model, allot) } else { Bytes::ZERO }));

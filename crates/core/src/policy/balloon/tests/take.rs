@@ -465,3 +465,19 @@ fn page_cache_that_the_host_does_not_hold_is_no_memory_that_it_will_lack() {
     assert_eq!(asked(200, 500), 0, "it is in swap, or counted as needed, too");
     assert!(asked(700, 250) > 0, "it keeps 500 MiB that the host holds, and grows beside them");
 }
+
+/// A VM was started and is paused; tasks stall; 200 MiB beyond the reserve are there.
+#[test]
+fn no_vm_is_paged_out_for_one_that_is_paused() {
+    let paged_out = |waiting: u64| {
+        let stalls = limited(host(Pressure::Hard, 0, 0), 1200, 1000);
+        let mut host = HostModel { offload_room: Some(Bytes::gib(1)), ..stalls };
+        let waiting = Bytes::mib(waiting);
+        (host.shown.promised, host.shown.waiting) = (waiting, waiting);
+        let vms = vec![vm(1, 1024, 200)];
+        let memory = Memory { beyond_since: ago(60_000), ..memory(vec![remembered(1)]) };
+        let plan = crate::policy::decide(&model(host, vms), &memory, &[]).plan;
+        plan.orders.offload.iter().map(|o| o.bytes).sum::<Bytes>()
+    };
+    assert_eq!([paged_out(0), paged_out(3000)], [Bytes::ZERO; 2]);
+}
