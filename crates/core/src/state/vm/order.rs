@@ -248,7 +248,7 @@ impl VmMemory {
         // A guest that is out of memory touches what its driver gives it, and waits for more.
         let deflates = |r: &Raised| {
             let touches = r.touched >= (r.to - r.from).share(0.5);
-            touches && self.deflated_on_oom == Some(at) && at.since(r.since) >= RAISE_MS
+            touches && at.since(r.since) >= RAISE_MS
         };
         let is_set = |r: Raised| r.at == at && r.step >= SURELY_SET && !deflates(&r);
         self.ledger.suspect || self.ledger.foreign == Some(at) || self.raised.is_some_and(is_set)
