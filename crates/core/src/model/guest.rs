@@ -173,7 +173,9 @@ pub(crate) fn implausible(
     if available + ram.share(LEAST_NEED) > most {
         return Some(format!("{available} available of {most}: no kernel can do with the rest"));
     }
-    let map = vm.agent.as_ref().filter(|a| a.is_ready());
+    // Facts of a moment ago do not tell what a guest that grows has taken since.
+    let is_now = stats.refaults.is_none() || stats.age_ms == 0;
+    let map = vm.agent.as_ref().filter(|a| a.is_ready() && is_now);
     // The balloon's numbers are up to a second older than the map.
     let apart = if stats.refaults.is_some() { slack } else { slack + slack };
     if let (Some(free), Some(in_map)) = (stats.free, map.and_then(|a| a.free))
