@@ -62,7 +62,7 @@ impl Vm {
                 }
                 _ => {}
             }
-        } else if query != Query::Reporting || !is_of_libvirt(&answer) {
+        } else if !DETAILS.contains(&query) || !is_of_libvirt(&answer) {
             self.unanswered.retain(|its| *its != query);
         }
         let value = match answer {

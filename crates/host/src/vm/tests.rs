@@ -8,10 +8,10 @@ use tempfile::TempDir;
 
 use self::qemu::{ORDER, Qemu, State, WORDS};
 use super::merging::look_is_due;
-use super::questions::{BALLOON_CHANGE, RARELY};
+use super::questions::{BALLOON_CHANGE, INTERVAL_S, RARELY};
 use super::*;
 use crate::probe::qemu::{QemuArgs, QmpAddress};
-use crate::qmp_balloon::REPORTING;
+use crate::qmp_balloon::{INTERVAL, REPORTING};
 use crate::testing::{eventually, full_access, socket};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -113,6 +113,16 @@ fn what_libvirt_could_not_ask_about_reporting_is_asked_again() {
     qemu.it().refuses = None;
     let found = (0..20).find_map(|_| tick(&mut vm).balloon?.reporting);
     assert_eq!((found, vm.known()), (Some(true), true));
+}
+
+#[test]
+fn what_libvirt_could_not_ask_about_the_interval_is_asked_again() {
+    let (_dir, qemu, mut vm) = with_qemu(|it| {
+        (it.refuses, it.is_held_up) = (Some(INTERVAL), true);
+    });
+    assert!(until(&mut vm, |_| qemu.was_asked(INTERVAL) >= 3));
+    qemu.it().refuses = None;
+    assert!(until(&mut vm, |_| qemu.it().interval == INTERVAL_S));
 }
 
 /// It may report free pages two seconds later.
