@@ -65,6 +65,10 @@ impl Vm {
         } else if !DETAILS.contains(&query) || !is_of_libvirt(&answer) {
             self.unanswered.retain(|its| *its != query);
         }
+        if matches!(query, Query::Folder(_)) && is_of_libvirt(&answer) {
+            // The other folder alone does not tell that the balloon is gone.
+            (self.found, self.looked_up) = (self.device.clone(), None);
+        }
         let value = match answer {
             Ok(value) => value,
             // The connection's failures are told by the link.
@@ -213,7 +217,8 @@ impl Vm {
             Query::Folder(i) => {
                 let found = qmp_balloon::parse_find_balloon(DEVICE_FOLDERS[i], value);
                 self.found = if i == 0 { found } else { self.found.take().or(found) };
-                self.looked |= i + 1 == DEVICE_FOLDERS.len();
+                // Where the one before it was refused, both are looked through again.
+                self.looked |= i + 1 == DEVICE_FOLDERS.len() && self.looked_up.is_some();
                 if i + 1 == DEVICE_FOLDERS.len() && self.found != self.device {
                     if self.device.is_some() {
                         self.forget_balloon();

@@ -125,6 +125,23 @@ fn what_libvirt_could_not_ask_about_the_interval_is_asked_again() {
     assert!(until(&mut vm, |_| qemu.it().interval == INTERVAL_S));
 }
 
+/// libvirt refuses one look, and answers the next one, which holds nothing.
+#[test]
+fn a_look_for_the_balloon_that_libvirt_refuses_finds_nothing_and_loses_nothing() {
+    const FIRST: Option<&str> = Some("/machine/peripheral\"");
+    let (_dir, qemu, mut vm) = with_qemu(|it| (it.refuses, it.is_held_up) = (FIRST, true));
+    for _ in 0..3 {
+        answered(&mut vm, Stamp(0));
+        assert!(vm.ready && !vm.known() && !vm.looked, "whether it has a balloon is not known");
+    }
+    qemu.it().refuses = None;
+    answered(&mut vm, Stamp(0));
+    assert!(vm.device.is_some(), "it is looked for again at once");
+    qemu.it().refuses = FIRST;
+    (vm.looked_up, vm.ran_asked) = (None, None);
+    assert!(answered(&mut vm, Stamp(0)).balloon.is_some() && vm.device.is_some());
+}
+
 /// It may report free pages two seconds later.
 #[test]
 fn what_discards_is_not_known_once_a_balloon_was_plugged_in() {
