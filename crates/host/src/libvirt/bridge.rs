@@ -277,6 +277,8 @@ impl Bridge {
                 let Description { balloon, virtio_mem, no_ram } = Description::of(&xml)?;
                 (self.balloon, self.virtio_mem, self.no_ram) = (balloon, virtio_mem, no_ram);
                 self.described = Some(now);
+                // Another program may have set another.
+                self.is_quick &= self.balloon.as_ref().is_some_and(|b| b.period == QUICK);
                 if virtio_mem.is_some() {
                     self.ask_qemu_for_balloon();
                 }

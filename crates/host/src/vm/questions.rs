@@ -20,8 +20,9 @@ const TOLD: Duration = Duration::from_secs(5);
 /// The longest time between ticks in which a still VM is asked: its guest's statistics are
 /// looked for from this time before the next are due.
 const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
-/// Statistics are late after this number of intervals: another program may have set the interval.
-const LATE: u32 = 3;
+/// Statistics are late where they have not come in an interval and this time, which is less than a
+/// second: another program may have set a longer one.
+const LATE: Duration = Duration::from_millis(900);
 /// While they are late the interval is asked for this often.
 const LATE_EVERY: Duration = Duration::from_secs(10);
 /// QEMU tells of a move of the balloon within a second; this has a margin.
@@ -120,7 +121,7 @@ impl Vm {
     /// Where a running guest's statistics are late, QEMU is asked how often it asks for them.
     fn check_interval(&mut self, now: Instant) {
         let Some((interval, heard)) = self.interval.zip(self.stats_new) else { return };
-        let is_late = now - heard > LATE * Duration::from_secs(interval);
+        let is_late = now - heard > Duration::from_secs(interval) + LATE;
         let is_due = self.interval_asked.is_none_or(|at| now - at >= LATE_EVERY);
         let runs = self.answers.run == Some(RunState::Running);
         if is_late && is_due && runs && !self.unanswered.contains(&Query::Interval) {

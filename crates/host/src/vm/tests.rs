@@ -142,6 +142,31 @@ fn a_look_for_the_balloon_that_libvirt_refuses_finds_nothing_and_loses_nothing()
     assert!(answered(&mut vm, Stamp(0)).balloon.is_some() && vm.device.is_some());
 }
 
+/// Its guest has said nothing for so long; what is told.
+fn silent(vm: &mut Vm, silence: Duration) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let now = Instant::now();
+    (vm.stats_new, vm.ran_asked, vm.interval_asked) = (Some(now - silence), None, None);
+    vm.ask(now, Stamp(0), false);
+    assert!(hear_all(vm, LONG), "QEMU does not answer");
+    vm.sample(Stamp(0), 0, &mut problems);
+    problems
+}
+
+/// virt-manager sets 5 s.
+#[test]
+fn a_period_that_another_program_has_made_longer_is_corrected() {
+    let (_dir, qemu, mut vm) = with_qemu(|_| ());
+    assert!(until(&mut vm, |vm| qemu.it().interval == INTERVAL_S && vm.stats_new.is_some()));
+    for (period, corrected) in [(2, false), (3, true), (5, true), (60, true)] {
+        qemu.it().interval = period;
+        let before = qemu.was_asked(INTERVAL);
+        assert!(silent(&mut vm, Duration::from_secs(period)).is_empty());
+        assert_eq!(qemu.was_asked(INTERVAL) > before, corrected, "{period} s");
+        assert_eq!(qemu.it().interval, INTERVAL_S, "{period} s");
+    }
+}
+
 /// It may report free pages two seconds later.
 #[test]
 fn what_discards_is_not_known_once_a_balloon_was_plugged_in() {

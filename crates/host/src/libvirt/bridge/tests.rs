@@ -236,6 +236,25 @@ fn to_ask_a_guest_on_the_spot_has_qemu_ask_it_every_second_from_then_on() {
     assert_eq!(said(&mut b), [json!({ "id": 3, "return": {} })]);
 }
 
+/// virt-manager sets 5 s.
+#[test]
+fn a_guest_is_asked_every_second_again_where_another_program_has_set_a_longer_period() {
+    let (mut b, now) = scene();
+    let kick = |b: &mut Bridge| {
+        tell(b, &[set_interval(1, 0), set_interval(2, 2)], now);
+        let (purpose, request) = b.next_call(now)?;
+        b.answered(purpose, Ok(Vec::new()), now);
+        Some(request)
+    };
+    let quick = Some(calls::set_period(&domain(), 1));
+    assert_eq!((kick(&mut b), kick(&mut b)), (quick.clone(), None));
+    b.event(&domain(), Event::Described, now);
+    tell(&mut b, &[ask(3, "query-memory-devices")], now);
+    let xml = XML.replace("period='2'", "period='5'");
+    call(&mut b, calls::DESCRIBE, Ok(Writer::default().text(&xml).done()), now);
+    assert_eq!((kick(&mut b), kick(&mut b)), (quick, None));
+}
+
 #[test]
 fn after_memory_was_plugged_no_size_is_answered_before_the_new_description() {
     let (mut b, now) = scene();
