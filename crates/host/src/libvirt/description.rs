@@ -1,7 +1,8 @@
 //! What a domain's XML says of its balloon and of memory that is plugged.
 //!
 //! A user who may define the domain wrote the XML. libvirt has checked all of it but the metadata,
-//! which `metadata.rs` reads.
+//! which `metadata.rs` reads. Elements of any name may be in there, so only the domain's own devices
+//! count.
 
 use serde_json::{Value, json};
 
@@ -46,10 +47,11 @@ impl Description {
         let options = roxmltree::ParsingOptions { nodes_limit: MOST_NODES, ..Default::default() };
         let all = roxmltree::Document::parse_with_options(xml, options);
         let all = all.map_err(|e| format!("its description is no XML that Ebb reads: {e}"))?;
-        let is =
-            |n: &roxmltree::Node<'_, '_>| n.parent().is_some_and(|p| p.has_tag_name("devices"));
+        // Those of no namespace, at which `has_tag_name` does not look.
+        let lists = |n: &roxmltree::Node<'_, '_>| n.tag_name() == "devices".into();
+        let devices = all.root_element().children().filter(lists).flat_map(|d| d.children());
         let mut found = Description::default();
-        for node in all.descendants().filter(is) {
+        for node in devices.filter(|n| n.tag_name().namespace().is_none()) {
             match node.tag_name().name() {
                 "memballoon" => found.balloon = Balloon::of(node),
                 "memory" => {
@@ -145,5 +147,37 @@ mod tests {
         assert_eq!((dimm.virtio_mem, dimm.no_ram), (None, 0));
         let others = device("nvdimm", 4096, "") + &device("virtio-pmem", 1024, "");
         assert_eq!(Description::of(&domain(&others)).unwrap().no_ram, 5120);
+    }
+
+    /// libvirt does not check it: who may define a domain writes there what they like.
+    #[test]
+    fn what_metadata_calls_devices_is_none() {
+        let memory = "<memory model='virtio-mem'><target><size>9</size><current>9</current>\
+                      </target></memory><memory model='nvdimm'><size>9</size></memory>\
+                      <memballoon model='none'/>";
+        let its = "<devices><memballoon model='virtio'/>";
+        for (parent, devices, memory) in [
+            ("metadata", "x:devices xmlns:x='urn:x'", memory.replace('<', "<x:")),
+            ("metadata", "x:devices xmlns:x='urn:x'", memory.to_owned()),
+            ("metadata", "devices", memory.to_owned()),
+            ("devices", "x:devices xmlns:x='urn:x'", memory.to_owned()),
+        ] {
+            let memory = memory.replace("<x:/", "</x:");
+            let end = devices.split(' ').next().unwrap();
+            let hostile = format!("<{devices}>{memory}</{end}>");
+            let xml = match parent {
+                "devices" => format!("<domain>{its}{hostile}</devices></domain>"),
+                _ => {
+                    let metadata = format!("<{parent}><a>{hostile}</a>{hostile}</{parent}>");
+                    format!("<domain>{metadata}{its}</devices>{metadata}</domain>")
+                }
+            };
+            let found = Description::of(&xml).unwrap();
+            assert_eq!((found.virtio_mem, found.no_ram), (None, 0), "{xml}");
+            assert!(found.balloon.is_some(), "{xml}");
+        }
+        let root = "<x:devices xmlns:x='urn:x'><memory model='nvdimm'><size>9</size></memory>";
+        let found = Description::of(&format!("<domain>{root}</x:devices></domain>"));
+        assert_eq!(found, Ok(Description::default()));
     }
 }
