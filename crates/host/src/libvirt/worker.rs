@@ -46,6 +46,9 @@ const GATHER: Duration = Duration::from_millis(2);
 const AGAIN: Duration = Duration::from_millis(20);
 /// Where statistics of all domains have not come in this time, each domain is asked alone.
 const BULK_PATIENCE: Duration = Duration::from_secs(1);
+/// The errors of a libvirt that refuses statistics in any case: `VIR_ERR_NO_SUPPORT`, `_INVALID_ARG`
+/// (it is older than a flag), `_ACCESS_DENIED`.
+const FOR_GOOD: [i32; 3] = [3, 8, 88];
 /// Ebb disconnects after this time without a domain. A libvirt daemon without clients may then end.
 const IDLE: Duration = Duration::from_secs(30);
 
@@ -454,6 +457,16 @@ impl Daemon {
         let Some(purpose) = self.connections[i].calls.remove(&serial) else { return Ok(()) };
         if let For::Domain(key, _) | For::Alone(key, _) = &purpose {
             self.left.remove(key);
+        }
+        if let (For::Bulk(_) | For::Alone(..), Err(e)) = (&purpose, &result)
+            && FOR_GOOD.contains(&e.code)
+        {
+            let why = format!("{}: libvirt refuses statistics: {e}", self.address.socket.display());
+            let asked = self.clients.iter_mut().filter(|(key, c)| match &purpose {
+                For::Alone(its, _) => its == *key,
+                _ => c.end.is_ok() && !c.alone,
+            });
+            asked.for_each(|(_, c)| c.bridge.over = Some(why.clone()));
         }
         match purpose {
             For::Domain(key, purpose) => {

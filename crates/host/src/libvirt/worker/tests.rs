@@ -180,3 +180,43 @@ fn a_daemon_is_left_when_it_has_had_no_domain_for_long() {
     assert_eq!(daemon.due(now), Some(IDLE));
     assert!(daemon.count_idle(now + IDLE));
 }
+
+/// A daemon with one connection, on which this call is under way, and one client.
+fn under_way(purpose: For) -> (Daemon, Words) {
+    let (socket, _) = UnixStream::pair().unwrap();
+    let calls = BTreeMap::from([(7, purpose)]);
+    let rpc = Rpc::new(false);
+    let connection =
+        Connection { socket: socket.into(), rpc, calls, open: true, tells: true, ready: false };
+    let (end, words) = (UnixStream::pair().unwrap().0.into(), Words::default());
+    let client = Client {
+        end: Ok(end),
+        words: words.clone(),
+        bridge: Bridge::new("a".into(), false),
+        busy: false,
+        alone: false,
+        ready: false,
+    };
+    let address = address("/run/libvirt-sock".into(), "a");
+    let (connections, clients) = (vec![connection], BTreeMap::from([(1, client)]));
+    (Daemon { address, connections, clients, ..Daemon::default() }, words)
+}
+
+#[test]
+fn a_libvirt_that_refuses_statistics_in_any_case_is_quoted() {
+    let now = Instant::now();
+    for (code, ends) in [(3, true), (8, true), (88, true), (68, false)] {
+        for purpose in [For::Bulk(now), For::Alone(1, now)] {
+            let (mut daemon, words) = under_way(purpose);
+            let message = "unsupported flags (0x20000000)".to_owned();
+            let result = Err(Refused { code, message });
+            daemon.hear(0, Heard::Answer { serial: 7, result }, now).unwrap();
+            let over = daemon.clients.values().find_map(|c| c.bridge.over.clone());
+            daemon.flush();
+            assert_eq!((over.is_some(), daemon.clients.is_empty()), (ends, ends), "{code}");
+            let said = words.get().map(String::as_str);
+            let why = "/run/libvirt-sock: libvirt refuses statistics: unsupported flags";
+            assert_eq!(said.is_some_and(|said| said.starts_with(why)), ends, "{code}: {said:?}");
+        }
+    }
+}
