@@ -67,7 +67,7 @@ impl Address {
 
     fn connect(&self) -> rustix::io::Result<OwnedFd> {
         let Some(container) = &self.container else {
-            return sockets::connect(&self.socket);
+            return self.connect_here();
         };
         let path = self.socket.strip_prefix(container).map_err(|_| Errno::INVAL)?;
         let path = open_inside(container, path)?;
@@ -76,6 +76,18 @@ impl Address {
             return Err(Errno::STALE);
         }
         sockets::connect(&fd_path(&path))
+    }
+
+    /// A daemon that was killed leaves its socket behind: then one listens at the other, if any does.
+    fn connect_here(&self) -> rustix::io::Result<OwnedFd> {
+        let others = SOCKETS.map(|name| self.socket.with_file_name(name));
+        match sockets::connect(&self.socket) {
+            Err(e @ (Errno::NOENT | Errno::CONNREFUSED)) => {
+                let mut others = others.iter().filter(|path| **path != self.socket);
+                others.find_map(|path| sockets::connect(path).ok()).ok_or(e)
+            }
+            connected => connected,
+        }
     }
 
     /// Whether the pid file in its container can have been written by the daemon that the process
@@ -381,6 +393,29 @@ mod tests {
         // It is another process's.
         root.put(&pid_file, "10\n");
         assert_eq!(of(true).find_inside(&vm), None);
+    }
+
+    /// A virtqemud that was killed leaves its socket behind.
+    #[test]
+    fn where_nothing_listens_at_one_socket_the_other_one_is_used() {
+        let root = tree(&[]);
+        let of = |socket: &str| Address {
+            socket: root.path(format!("/run/libvirt/{socket}")),
+            ..Address::default()
+        };
+        root.dir("/run/libvirt");
+        assert_eq!(of(SOCKETS[0]).connect().err(), Some(Errno::NOENT));
+        drop(root.listen(format!("/run/libvirt/{}", SOCKETS[0])));
+        assert_eq!(of(SOCKETS[0]).connect().err(), Some(Errno::CONNREFUSED));
+        let all = root.listen(format!("/run/libvirt/{}", SOCKETS[1]));
+        of(SOCKETS[0]).connect().unwrap();
+        all.accept().unwrap();
+        // It was not there yet when the address was found, and has taken over since.
+        drop(all);
+        root.remove(format!("/run/libvirt/{}", SOCKETS[0]));
+        let driver = root.listen(format!("/run/libvirt/{}", SOCKETS[0]));
+        of(SOCKETS[1]).connect().unwrap();
+        driver.accept().unwrap();
     }
 
     /// Its settings may say that nothing is to be taken from it.
