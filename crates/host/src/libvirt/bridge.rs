@@ -250,15 +250,20 @@ impl Bridge {
     pub fn answered(&mut self, purpose: Purpose, result: Result<Vec<u8>, Refused>, now: Instant) {
         let takes_job = !matches!(purpose, Purpose::LookUp | Purpose::Describe);
         if takes_job && result.is_ok() {
-            self.called = Some(now);
-            // It was this call that held the domain up.
-            if std::mem::take(&mut self.held_up) {
-                self.tried = None;
-            }
+            self.gave_back_job(now);
         }
         match self.take(purpose, result, now) {
             Ok(()) => self.settle(now),
             Err(why) => self.over = Some(why),
+        }
+    }
+
+    /// A call of Ebb's has ended that had the domain's job.
+    pub fn gave_back_job(&mut self, now: Instant) {
+        self.called = Some(now);
+        // It was this call that held the domain up.
+        if std::mem::take(&mut self.held_up) {
+            self.tried = None;
         }
     }
 

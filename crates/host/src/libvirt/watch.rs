@@ -79,7 +79,7 @@ pub(super) enum Step {
 
 #[derive(Debug)]
 pub(super) struct Watcher {
-    name: String,
+    pub name: String,
     watch: Watch,
     domain: Option<Domain>,
     /// When it was asked for last; `None`: it is to be.

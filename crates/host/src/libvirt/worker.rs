@@ -477,6 +477,10 @@ impl Daemon {
             }
             For::Watch(key, step) => {
                 let Some(watcher) = self.watchers.get_mut(&key) else { return Ok(()) };
+                if matches!(step, Step::Write(_)) && result.is_ok() {
+                    let its = self.clients.values_mut().filter(|c| c.bridge.name == watcher.name);
+                    its.for_each(|c| c.bridge.gave_back_job(now));
+                }
                 if let Err(why) = watcher.answered(step, result) {
                     watcher.end(&why);
                     self.watchers.remove(&key);

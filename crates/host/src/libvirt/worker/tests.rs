@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use super::super::xdr::Writer;
-use super::super::{inode, open_inside};
+use super::super::{Watch, inode, open_inside};
 use super::*;
 use crate::testing::{socket, tree, within_a_minute};
 
@@ -218,5 +218,25 @@ fn a_libvirt_that_refuses_statistics_in_any_case_is_quoted() {
             let why = "/run/libvirt-sock: libvirt refuses statistics: unsupported flags";
             assert_eq!(said.is_some_and(|said| said.starts_with(why)), ends, "{code}: {said:?}");
         }
+    }
+}
+
+/// libvirt has one job at a time on a domain.
+#[test]
+fn a_domain_that_ebbs_own_note_held_up_is_asked_again_at_once() {
+    let now = Instant::now();
+    let write = || Step::Write(None);
+    for (step, name, again) in
+        [(write(), "a", true), (write(), "b", false), (Step::Read, "a", false)]
+    {
+        let (mut daemon, _) = under_way(For::Watch(2, step));
+        daemon.watchers.insert(2, Watcher::new(name.into(), Watch::default()));
+        let bridge = &mut daemon.clients.get_mut(&1).unwrap().bridge;
+        let state = Numbers::from([("state.state".to_string(), 1)]);
+        bridge.heard_stats(now, state, now);
+        assert!(bridge.tried.is_some());
+        let result = Ok(Writer::default().text("<a/>").done());
+        daemon.hear(0, Heard::Answer { serial: 7, result }, now).unwrap();
+        assert_eq!(daemon.clients[&1].bridge.tried.is_none(), again, "{step:?} of {name}");
     }
 }
