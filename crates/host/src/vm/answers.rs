@@ -176,9 +176,10 @@ impl Vm {
                 let other = !is.is_some_and(|s| s > 0 && s <= meant);
                 let device = self.device.clone().filter(|_| other && !self.access.look_only);
                 if let Some(device) = device {
-                    // What Ebb itself has set is not put back.
-                    let was = is.filter(|_| known.is_none());
-                    self.interval_was = self.interval_was.or(was);
+                    // What Ebb itself has set is not put back, and a longer one was set by others.
+                    let others = is.filter(|s| *s > meant);
+                    let found = is.filter(|_| known.is_none());
+                    self.interval_was = others.or(self.interval_was).or(found);
                     let value = json!(meant);
                     let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, value);
                     self.send(Query::SetInterval, "qom-set", Some(set));

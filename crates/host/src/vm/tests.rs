@@ -167,6 +167,19 @@ fn a_period_that_another_program_has_made_longer_is_corrected() {
     }
 }
 
+/// virt-manager's graph goes on.
+#[test]
+fn the_period_that_is_put_back_is_what_another_program_has_set_last() {
+    let (_dir, qemu, mut vm) = with_qemu(|it| it.interval = 1);
+    assert!(until(&mut vm, |vm| vm.interval.is_some() && vm.stats_new.is_some()));
+    assert_eq!(vm.interval_was, None, "nothing was set");
+    for (period, was) in [(5, Some(5)), (7, Some(7)), (0, Some(7))] {
+        qemu.it().interval = period;
+        silent(&mut vm, Duration::from_secs(8));
+        assert_eq!((qemu.it().interval, vm.interval_was), (1, was), "{period}");
+    }
+}
+
 /// It may report free pages two seconds later.
 #[test]
 fn what_discards_is_not_known_once_a_balloon_was_plugged_in() {
