@@ -197,6 +197,8 @@ pub(crate) struct Vm {
     stats_new: Option<Instant>,
     /// When the interval was last asked for because statistics were late.
     interval_asked: Option<Instant>,
+    /// When it was last set again although libvirt has told that it is set.
+    interval_again: Option<Instant>,
     /// When it was last asked whether it migrates, and when also how it runs.
     ran_asked: Option<Instant>,
     all_asked: Option<Instant>,

@@ -165,26 +165,7 @@ impl Vm {
             Query::Migrate => self.answers.migrating = qmp_balloon::parse_migrating(value),
             Query::Reporting => self.reporting = value.as_bool(),
             Query::DeflateOnOom => self.deflate_on_oom = value.as_bool(),
-            Query::Interval => {
-                let is = value.as_u64();
-                let fast = |s: &u64| *s > 0 && *s <= INTERVAL_S;
-                let known = self.interval;
-                let meant = known.or(is.filter(fast)).unwrap_or(INTERVAL_S);
-                self.interval = Some(meant);
-                // A shorter interval is left: another program may want it, or libvirt's bridge has
-                // set it.
-                let other = !is.is_some_and(|s| s > 0 && s <= meant);
-                let device = self.device.clone().filter(|_| other && !self.access.look_only);
-                if let Some(device) = device {
-                    // What Ebb itself has set is not put back, and a longer one was set by others.
-                    let others = is.filter(|s| *s > meant);
-                    let found = is.filter(|_| known.is_none());
-                    self.interval_was = others.or(self.interval_was).or(found);
-                    let value = json!(meant);
-                    let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, value);
-                    self.send(Query::SetInterval, "qom-set", Some(set));
-                }
-            }
+            Query::Interval => self.take_interval(value.as_u64()),
             Query::Stats => {
                 let (guest, problems) = qmp_balloon::parse_guest_stats(value, self.ram);
                 if guest != self.answers.guest {
@@ -232,6 +213,36 @@ impl Vm {
             }
             _ => {}
         }
+    }
+
+    /// Takes the interval that QEMU or libvirt has told, and sets it where it is to be another.
+    fn take_interval(&mut self, is: Option<u64>) {
+        let fast = |s: &u64| *s > 0 && *s <= INTERVAL_S;
+        let (known, now) = (self.interval, Instant::now());
+        let meant = known.or(is.filter(fast)).unwrap_or(INTERVAL_S);
+        self.interval = Some(meant);
+        // A shorter interval is left: another program may want it, or libvirt's bridge has set it.
+        let good = is.filter(|s| *s > 0 && *s <= meant);
+        let silent = good.and(self.silent_for(now));
+        let is_to_set = good.is_none() || silent.is_some();
+        let device = self.device.clone().filter(|_| is_to_set && !self.access.look_only);
+        let Some(device) = device else { return };
+        // What Ebb itself has set is not put back, and a longer one was set by others.
+        let others = is.filter(|s| *s > meant);
+        let found = is.filter(|_| known.is_none());
+        self.interval_was = others.or(self.interval_was).or(found);
+        let seconds = good.unwrap_or(meant);
+        if let Some(silent) = silent {
+            self.interval_again = Some(now);
+            let said = format!(
+                "its guest has said nothing for {} s; libvirt says that QEMU asks it every {seconds} s, \
+                 and is told to set that again",
+                silent.as_secs()
+            );
+            self.answers.problems.push(("qmp guest-stats".into(), said));
+        }
+        let set = qmp_balloon::set(&device, qmp_balloon::INTERVAL, json!(seconds));
+        self.send(Query::SetInterval, "qom-set", Some(set));
     }
 
     pub(super) fn take_events(&mut self) {

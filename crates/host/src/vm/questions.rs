@@ -25,6 +25,9 @@ const LOOKED_AT_EVERY: Duration = Duration::from_millis(600);
 const LATE: Duration = Duration::from_millis(900);
 /// While they are late the interval is asked for this often.
 const LATE_EVERY: Duration = Duration::from_secs(10);
+/// What libvirt has told that it has set is set again this often at most, and where the guest stays
+/// silent each time after twice as long.
+const AGAIN_EVERY: Duration = Duration::from_secs(60);
 /// QEMU tells of a move of the balloon within a second; this has a margin.
 pub(super) const TOLD_WITHIN: Duration = Duration::from_millis(1500);
 /// The event that a balloon has moved.
@@ -128,6 +131,15 @@ impl Vm {
             self.interval_asked = Some(now);
             self.unanswered.push(Query::Interval);
         }
+    }
+
+    /// How long its guest has been silent, where the interval that was told is to be set again:
+    /// libvirt tells what it has set last, and QEMU may have been told otherwise since.
+    pub(super) fn silent_for(&self, now: Instant) -> Option<Duration> {
+        let silent = now.saturating_duration_since(self.stats_new?);
+        let through = self.client.as_ref().is_some_and(|c| !c.is_direct());
+        let is_due = self.interval_again.is_none_or(|at| now - at >= AGAIN_EVERY.max(silent / 2));
+        (through && is_due && silent >= LATE_EVERY).then_some(silent)
     }
 
     /// Whether QEMU tells of events.

@@ -11,6 +11,7 @@ use super::merging::look_is_due;
 use super::questions::{BALLOON_CHANGE, INTERVAL_S, RARELY};
 use super::*;
 use crate::probe::qemu::{QemuArgs, QmpAddress};
+use crate::qmp::Words;
 use crate::qmp_balloon::{INTERVAL, REPORTING};
 use crate::testing::{eventually, full_access, socket};
 
@@ -178,6 +179,51 @@ fn the_period_that_is_put_back_is_what_another_program_has_set_last() {
         silent(&mut vm, Duration::from_secs(8));
         assert_eq!((qemu.it().interval, vm.interval_was), (1, was), "{period}");
     }
+}
+
+/// A VM that is reached through libvirt.
+fn through_libvirt(but: impl FnOnce(&mut State)) -> (TempDir, Qemu, Vm) {
+    let (dir, listener, path) = socket();
+    let qemu = Qemu::serve(listener, but);
+    let ours = std::os::unix::net::UnixStream::connect(&path).unwrap();
+    ours.set_nonblocking(true).unwrap();
+    let mut vm = vm(path);
+    vm.adopt(Client::over(ours.into(), "libvirt".into(), Words::default()));
+    (dir, qemu, vm)
+}
+
+/// What libvirt tells is what it has set, and QEMU may have been told otherwise since.
+#[test]
+fn through_libvirt_an_interval_is_set_again_where_a_guest_is_silent_and_that_is_told() {
+    let (_dir, qemu, mut vm) = through_libvirt(|it| it.interval = 1);
+    assert!(until(&mut vm, |vm| vm.interval.is_some() && vm.stats_new.is_some()));
+    let mut is_set = |seconds| {
+        let before = qemu.was_asked("qom-set");
+        let told = silent(&mut vm, Duration::from_secs(seconds));
+        let set = qemu.was_asked("qom-set") > before;
+        assert_eq!(
+            set,
+            told.iter().any(|p| p.message.contains("has said nothing for")),
+            "{told:?}"
+        );
+        set
+    };
+    assert!(!is_set(4) && is_set(12));
+    assert!(!is_set(22), "once a minute");
+    assert_eq!(qemu.it().interval, 1, "as libvirt has it");
+    let mut later = |seconds, sets| {
+        vm.interval_again = vm.interval_again.map(|at| at - Duration::from_secs(60));
+        silent(&mut vm, Duration::from_secs(seconds));
+        assert_eq!(qemu.was_asked("qom-set"), sets, "{seconds} s");
+    };
+    later(70, 2);
+    later(130, 2);
+    later(190, 3);
+    // What QEMU itself says is believed.
+    let (_dir, qemu, mut vm) = with_qemu(|it| it.interval = 1);
+    assert!(until(&mut vm, |vm| vm.interval.is_some() && vm.stats_new.is_some()));
+    silent(&mut vm, Duration::from_secs(12));
+    assert_eq!(qemu.was_asked("qom-set"), 0);
 }
 
 /// It may report free pages two seconds later.
