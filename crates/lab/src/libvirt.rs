@@ -282,6 +282,32 @@ impl Libvirtd {
         Ok(domain)
     }
 
+    /// What there is to say of a domain of which Ebb hears nothing: what libvirt has QEMU do, what
+    /// QEMU does, and what the guest says itself. To ask QEMU past libvirt taints the domain.
+    pub fn report(&self, domain: &Domain) -> String {
+        let name = domain.name.as_str();
+        let get = |property: &str| {
+            let path = "/machine/peripheral/balloon0";
+            let arguments = format!(r#"{{"path":"{path}","property":"{property}"}}"#);
+            let command = format!(r#"{{"execute":"qom-get","arguments":{arguments}}}"#);
+            self.virsh(&["qemu-monitor-command", name, &command])
+        };
+        let described = self.virsh(&["dumpxml", name]).unwrap_or_else(|e| e.to_string());
+        let period = described.lines().find(|l| l.contains("<stats period="));
+        let guest = "grep virtio /proc/interrupts; dmesg | tail -n 8";
+        let console = fs::read(self.dir.path().join(format!("{name}.console"))).unwrap_or_default();
+        let console = String::from_utf8_lossy(&console);
+        let lines: Vec<&str> = console.lines().collect();
+        format!(
+            "libvirt has set {period:?}\nQEMU has set {:?}\nQEMU was told {:?}\nits guest says {:?}\n\
+             its console ends\n{}",
+            get("guest-stats-polling-interval"),
+            get("guest-stats"),
+            domain.tool.sh(guest, Duration::from_secs(20)),
+            lines[lines.len().saturating_sub(40)..].join("\n")
+        )
+    }
+
     /// The lab's tool in a guest, by way of the QEMU that has its domain now.
     pub fn tool(&self, name: &str) -> Result<Tool, LabError> {
         let path = self.dir.path().join(format!("{name}.sock"));
@@ -344,8 +370,8 @@ impl Libvirtd {
             "<domain type='{kind}' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
              <name>{name}</name><memory unit='KiB'>{kib}</memory><vcpu>1</vcpu>\
              <os><type arch='x86_64' machine='pc'>hvm</type><kernel>{vmlinuz}</kernel>\
-             <initrd>{initrd}</initrd><cmdline>console=ttyS0 quiet panic=0 no_timer_check \
-             nowatchdog nokaslr cryptomgr.notests</cmdline></os><features><acpi/>{tcg}</features>\
+             <initrd>{initrd}</initrd><cmdline>console=ttyS0 quiet panic=0 oops=panic \
+             no_timer_check nowatchdog nokaslr cryptomgr.notests</cmdline></os><features><acpi/>{tcg}</features>\
              <cpu mode='{mode}'>{cpu}{numa}</cpu>\
              <devices><emulator>{emulator}</emulator>\
              <serial type='file'><source path='{console}'/><target port='0'/></serial>\

@@ -46,7 +46,7 @@ fn watched(libvirtd: &Libvirtd, name: &str) -> (Domain, TempDir, Daemon) {
     let domain = boot(libvirtd, name);
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(libvirtd, dir.path(), &[name]);
-    wait_up(&daemon, name);
+    wait_told(libvirtd, &domain, &daemon);
     (domain, dir, daemon)
 }
 
@@ -56,8 +56,15 @@ fn two_watched(libvirtd: &Libvirtd, names: [&str; 2]) -> (Domain, Domain, TempDi
     let [one, two] = names.map(|name| boot(libvirtd, name));
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(libvirtd, dir.path(), &names);
-    names.iter().for_each(|name| wait_up(&daemon, name));
+    [&one, &two].iter().for_each(|domain| wait_told(libvirtd, domain, &daemon));
     (one, two, dir, daemon)
+}
+
+/// As [`wait_up`], and says more where the guest is not heard.
+fn wait_told(libvirtd: &Libvirtd, domain: &Domain, daemon: &Daemon) {
+    if let Err(e) = daemon.wait_for_vm(&domain.name, "statistics", PATIENCE, is_up) {
+        panic!("{e}\n{}", libvirtd.report(domain));
+    }
 }
 
 /// Waits until Ebb sees a VM, and sees it so.
@@ -138,7 +145,7 @@ fn vm_domains_are_ballooned_through_libvirt_and_whole_when_ebb_stops() {
     libvirtd.start_paused("alien", Bytes::mib(64), BALLOON).unwrap();
     let theirs = "[vm.alien]\nmanage = false\n";
     let daemon = start_with(&libvirtd, dir.path(), &["tame", "rigid"], theirs);
-    wait_up(&daemon, "tame");
+    wait_told(&libvirtd, &domain, &daemon);
     let vm = daemon.vm("tame").unwrap();
     assert_eq!(vm["pid"].as_u64(), Some(u64::from(domain.pid)), "{vm}");
     assert_eq!((vm["ram"].as_u64(), vm["deflate_on_oom"].as_bool()), (Some(RAM.0), Some(true)));

@@ -171,8 +171,12 @@ fn wait_up(daemon: &Daemon, name: &str) {
 }
 
 fn wait_up_for(daemon: &Daemon, name: &str, deadline: Duration) {
-    let is_up = |vm: &Value| vm["link"]["state"] == "up" && vm["available"].as_u64().is_some();
     daemon.wait_for_vm(name, "statistics", deadline, is_up).unwrap();
+}
+
+/// Whether the daemon hears a VM and its guest.
+fn is_up(vm: &Value) -> bool {
+    vm["link"]["state"] == "up" && vm["available"].as_u64().is_some()
 }
 
 /// Waits until it is done; `said` is what is told where it does not come to that.
