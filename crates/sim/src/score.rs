@@ -153,10 +153,11 @@ impl Score {
         score
     }
 
-    /// At least as good as another: in guests held and in stall.
+    /// At least as good as another: in guests held, in stall and in kills. Where all guests are
+    /// harmed anyway, guests held do not tell a kill from a wait.
     pub fn is_as_good_as(&self, other: &Score) -> bool {
         let same = other.stall_s + (other.stall_s * SAME_SHARE).max(SAME_S);
-        self.held >= other.held && self.stall_s <= same
+        self.held >= other.held && self.stall_s <= same && self.ooms <= other.ooms
     }
 }
 
