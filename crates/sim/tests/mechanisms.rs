@@ -1,10 +1,10 @@
 //! Merging, zero pages and partially mapped huge pages in Ebb's own loop.
 
-use ebb_core::tick::Engine;
+use ebb_core::tick::{Engine, Host};
 use ebb_core::units::Bytes;
 use ebb_sim::guest::Guest;
 use ebb_sim::scenario::{MECHANISMS, scenario};
-use ebb_sim::{Controller, Setup, World, run};
+use ebb_sim::{Controller, Setup, World};
 
 /// Some ten seconds.
 const LAST_LOOKS: usize = 100;
@@ -12,11 +12,21 @@ const SEEDS: std::ops::Range<u64> = 0..3;
 
 /// What became of a run, and what all balloons have taken.
 fn ran(setup: &Setup) -> (World, Bytes) {
+    ran_seen(setup, |_| ())
+}
+
+/// The same, and shows the world after each tick.
+fn ran_seen(setup: &Setup, mut see: impl FnMut(&World)) -> (World, Bytes) {
     let mut world = World::new(setup);
     let mut engine = Engine::new(setup.config(), false);
-    run(&mut engine, &mut world, |_, _, _| true);
-    let taken = engine.memory.vms.iter().map(|m| m.inflated).sum();
-    (world, taken)
+    loop {
+        let (_, model) = engine.step(&mut world);
+        see(&world);
+        if !world.wait(&engine.next(&model)) {
+            let taken = engine.memory.vms.iter().map(|m| m.inflated).sum();
+            return (world, taken);
+        }
+    }
 }
 
 fn setups(name: &str) -> impl Iterator<Item = Setup> {
@@ -97,10 +107,10 @@ fn zero_pages_are_freed_before_anything_is_swapped_out_for_them() {
 #[test]
 fn what_comes_when_huge_pages_are_split_is_not_taken_twice() {
     for setup in setups("huge-pages") {
-        let ((with, taken), (_, bare)) = (ran(&setup), ran(&without(&setup)));
-        let split = sum(&with, |g| g.tasks.partial_thp.as_ref().map_or(Bytes::ZERO, |p| p.freed));
         let mut partial = Vec::new();
-        Controller::Ebb.run_seen(&setup, &mut |world| partial.push(sum(world, |g| g.partial)));
+        let (with, taken) = ran_seen(&setup, |world| partial.push(sum(world, |g| g.partial)));
+        let bare = ran(&without(&setup)).1;
+        let split = sum(&with, |g| g.tasks.partial_thp.as_ref().map_or(Bytes::ZERO, |p| p.freed));
         // Balloons go on to take some.
         let left = partial.iter().rev().take(LAST_LOOKS).min().copied().unwrap();
         assert!(split > Bytes::gib(8) && left < Bytes::mib(256), "{split} {left}");
