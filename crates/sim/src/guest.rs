@@ -98,6 +98,13 @@ pub struct Spec {
     pub starts_ms: u64,
     /// When it is switched off.
     pub stops_ms: u64,
+    /// When it is started, its kernel boots for [`BOOT_MS`]: until then neither balloon nor module
+    /// nor statistics.
+    pub boots: bool,
+    /// From when and until when it is paused, ms into the run.
+    pub paused: (u64, u64),
+    /// While it is too busy to send statistics, its module's facts stand still as well.
+    pub late_facts: bool,
 }
 
 impl Spec {
@@ -112,6 +119,10 @@ impl Spec {
             stops_ms: u64::MAX,
             ..Spec::default()
         }
+    }
+
+    pub fn is_paused(&self, at_ms: u64) -> bool {
+        (self.paused.0..self.paused.1).contains(&at_ms)
     }
 }
 
@@ -168,6 +179,8 @@ pub struct Guest {
     pub shrinker: bool,
     /// Whether it is switched on.
     pub power: bool,
+    /// Whether its vCPUs are stopped.
+    pub paused: bool,
     /// What its programs have, swapped or not.
     pub alloc: Bytes,
     /// In the guest's own swap.
@@ -246,7 +259,6 @@ impl Guest {
             self.zeros = self.stale.share(self.spec.zeros);
         } else {
             self.want = Want::default();
-            self.waited_for_host = 0.0;
         }
     }
 
@@ -272,7 +284,9 @@ impl Guest {
     /// Lives `dt_ms` up to `at_ms` (into the run) within what the host can do.
     pub fn live(&mut self, at_ms: u64, dt_ms: u64, room: &mut Room) {
         self.switch(at_ms);
-        if !self.power {
+        self.paused = self.spec.is_paused(at_ms);
+        if !self.power || self.paused {
+            self.waited_for_host = 0.0;
             return;
         }
         let boots = self.spec.misbehaviour.boots(at_ms);
@@ -308,6 +322,11 @@ impl Guest {
         want.anon = want.anon.min(most);
         want.files = want.files.min(most - want.anon);
         want
+    }
+
+    /// Whether its kernel is not up yet.
+    pub fn is_booting(&self, at_ms: u64) -> bool {
+        (self.boots > 0 || self.spec.boots) && at_ms < self.booted_ms + BOOT_MS
     }
 
     fn reboot(&mut self, at_ms: u64, boots: u64) {

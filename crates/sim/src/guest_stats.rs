@@ -5,6 +5,9 @@
 //! moment. Ebb's daemon has guests asked shortly before each fast look. A guest that is too busy
 //! answers up to a second later, and is not asked again before. The moment of an answer is told in
 //! whole seconds, so what is known of its age is as little as on a real host.
+//!
+//! A module's facts are of the moment of a look. While their guest is paused they stand still, and
+//! where it is made so (`Spec::late_facts`) also while it is too busy to answer.
 
 use ebb_core::sample::{
     AgentSample, BalloonSample, GuestStats, Heard, Link, OwnMemory, ProcessMemory, RunState,
@@ -15,7 +18,7 @@ use ebb_core::units::{Bytes, PAGE, Stamp};
 use ebb_core::wire::abi::Facts;
 use ebb_core::wire::{AgentState, Counters};
 
-use crate::guest::{BOOT_MS, Guest};
+use crate::guest::Guest;
 use crate::misbehaviour::Misbehaviour;
 use crate::world::EPOCH_MS;
 
@@ -48,12 +51,15 @@ pub struct Qemu {
     /// The last one whose boot the host has heard of.
     boots: u64,
     migrating: bool,
+    paused: bool,
     connected: bool,
     /// It need not be asked at the next look.
     pub rests: bool,
     /// What the guest really used when it sent the statistics that were looked at last. Those that
     /// come while it rests are not looked at.
     pub(crate) known_used: Option<Bytes>,
+    /// Of a module whose facts stand still at times: the last ones.
+    facts: Option<Told>,
     /// What was seen when it was last asked, and when, ms into the run.
     seen: Option<(u64, VmSample)>,
 }
@@ -65,6 +71,16 @@ pub(crate) struct Said {
     pub at_ms: u64,
     stats: GuestStats,
     /// What it used then in truth.
+    used: Bytes,
+}
+
+/// A module's facts.
+#[derive(Clone, Copy, Debug)]
+struct Told {
+    /// When, ms into the run.
+    at_ms: u64,
+    facts: Facts,
+    /// What its guest used then in truth.
     used: Bytes,
 }
 
@@ -85,14 +101,17 @@ impl Qemu {
     /// Time has passed: QEMU asks the guest, each `every_ms`, unless it still waits for an answer.
     pub fn listen(&mut self, g: &Guest, at_ms: u64, every_ms: u64) {
         if std::mem::replace(&mut self.kernel, g.boots) != g.boots {
-            (self.said, self.waits) = (None, false);
+            (self.said, self.waits, self.facts) = (None, false, None);
+        }
+        if may_stand_still(g) {
+            self.facts = self.tell(g, at_ms).or(self.facts);
         }
         if at_ms >= self.asked_ms {
             self.asked_ms += (at_ms - self.asked_ms) / every_ms * every_ms + every_ms;
             self.waits = true;
         }
-        let boots = g.boots > 0 && at_ms < g.booted_ms + BOOT_MS;
-        let speaks = g.power && g.spec.misbehaviour.speaks(at_ms) && !boots && !self.is_busy(at_ms);
+        let runs = g.power && !g.paused && !g.is_booting(at_ms);
+        let speaks = runs && g.spec.misbehaviour.speaks(at_ms) && !self.is_busy(at_ms);
         if self.waits && speaks {
             // QEMU tells the moment in whole seconds.
             let stats = GuestStats { updated_s: (EPOCH_MS + at_ms) / 1000, ..stats_of(g) };
@@ -114,6 +133,31 @@ impl Qemu {
             self.busy = (from, from + self.rhythm.u64(1..=LATE_MS));
         }
         at_ms >= self.busy.0
+    }
+
+    /// What its module tells at this moment; `None`: there is none, or it does not run.
+    fn tell(&mut self, g: &Guest, at_ms: u64) -> Option<Told> {
+        let starts = g.spec.boots && g.is_booting(at_ms);
+        let runs = g.spec.agent && g.power && !g.paused && !starts;
+        let tells = runs && !(g.spec.late_facts && self.is_busy(at_ms));
+        tells.then(|| Told { at_ms, facts: facts_of(g, EPOCH_MS + at_ms), used: g.used() })
+    }
+
+    /// How old what the guest told last is at this moment, ms, by facts or statistics; `None`: it
+    /// never told any.
+    pub(crate) fn age_ms(&self, g: &Guest, at_ms: u64) -> Option<u64> {
+        let (facts, said) = (self.facts.map(|f| f.at_ms), self.said.map(|s| s.at_ms));
+        let told = if is_of_the_moment(g) { Some(at_ms) } else { facts.max(said) };
+        Some(at_ms - told?)
+    }
+
+    /// The least that a guest used when it sent what was looked at last.
+    pub(crate) fn known_used(&self, g: &Guest) -> Option<Bytes> {
+        let facts = self.facts.map(|f| f.used);
+        match is_of_the_moment(g) {
+            true => Some(g.used()),
+            false => facts.into_iter().chain(self.known_used).min(),
+        }
     }
 
     /// QEMU is told to ask now and to begin its rhythm anew.
@@ -159,6 +203,7 @@ impl Qemu {
     fn has_news(&self, g: &Guest, at_ms: u64) -> bool {
         self.boots != g.boots
             || self.migrating != g.spec.misbehaviour.migrates(at_ms)
+            || self.paused != g.paused
             || self.connected != g.spec.misbehaviour.answers(at_ms)
     }
 
@@ -177,6 +222,9 @@ impl Qemu {
             if std::mem::replace(&mut self.migrating, migrates) != migrates {
                 events.push(VmEvent::Migration);
             }
+            if std::mem::replace(&mut self.paused, g.paused) != g.paused {
+                events.push(if g.paused { VmEvent::Stop } else { VmEvent::Resume });
+            }
         } else {
             self.connected = false;
         }
@@ -190,7 +238,13 @@ impl Qemu {
             guest,
             ..BalloonSample::default()
         };
-        let run = if self.migrating { RunState::Migrating } else { RunState::Running };
+        let run = match (self.migrating, self.paused) {
+            (true, _) => RunState::Migrating,
+            (_, true) => RunState::Paused,
+            _ => RunState::Running,
+        };
+        let told = self.tell(g, at_ms).or(self.facts);
+        self.facts = told.filter(|_| may_stand_still(g));
         let offload = (g.counts.paged_out + g.paging > Bytes::ZERO).then(|| OffloadSample {
             paged_out: g.counts.paged_out,
             busy: g.paging > Bytes::ZERO,
@@ -209,7 +263,7 @@ impl Qemu {
             link: if answers { Link::Up } else { Link::Slow("no answer for 200 ms".into()) },
             run: answers.then_some(run),
             balloon: (answers && g.spec.misbehaviour != Misbehaviour::Bare).then_some(balloon),
-            agent: g.spec.agent.then(|| agent(g, wall_ms)),
+            agent: told.map(|told| agent(g, told.facts)),
             tasks: Tasks { offload, ..g.tasks.clone() },
             events,
             pinned: (g.spec.misbehaviour == Misbehaviour::Pinned)
@@ -246,10 +300,19 @@ fn stats_of(g: &Guest) -> GuestStats {
     }
 }
 
-/// The agent reads map and facts at this very moment.
-fn agent(g: &Guest, wall_ms: u64) -> AgentSample {
+/// Whether its module's facts may be older than the moment.
+fn may_stand_still(g: &Guest) -> bool {
+    g.spec.late_facts || g.spec.boots || g.spec.paused.1 > 0
+}
+
+/// Whether a module tells it, and always of the moment.
+fn is_of_the_moment(g: &Guest) -> bool {
+    g.spec.agent && !may_stand_still(g)
+}
+
+fn facts_of(g: &Guest, wall_ms: u64) -> Facts {
     let c = &g.counts;
-    let facts = Facts {
+    Facts {
         time_ns: wall_ms * 1_000_000,
         total: g.actual.0 / PAGE,
         free: g.free().0 / PAGE,
@@ -264,7 +327,11 @@ fn agent(g: &Guest, wall_ms: u64) -> AgentSample {
         swap_in: c.swap_in.0 / PAGE,
         swap_out: c.swap_out.0 / PAGE,
         ..Facts::default()
-    };
+    }
+}
+
+/// The agent reads the map at this very moment.
+fn agent(g: &Guest, facts: Facts) -> AgentSample {
     AgentSample {
         facts: Some(facts),
         link: Link::Up,
@@ -285,6 +352,34 @@ fn truly_available(g: &Guest) -> Bytes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::demand::Need;
+    use crate::guest::Spec;
+
+    #[test]
+    fn facts_stand_still_in_a_paused_guest_and_where_it_is_made_so_in_a_busy_one() {
+        let spec = Spec { agent: true, ..Spec::new(Bytes::gib(1), Need::default()) };
+        let stands = |change: fn(&mut Guest)| {
+            let mut g = Guest::new(0, 1, spec.clone());
+            g.switch(0);
+            change(&mut g);
+            let mut qemu = Qemu::new(0, 7, 2);
+            let mut still = |at_ms: u64| {
+                g.paused = g.spec.is_paused(at_ms);
+                qemu.listen(&g, at_ms, ASKED_EVERY_MS);
+                let seen = qemu.sample(&g, at_ms, EPOCH_MS + at_ms);
+                let facts = seen.agent.and_then(|a| a.facts).map_or(0, |f| f.time_ns / 1_000_000);
+                let paused = seen.run == Some(RunState::Paused);
+                assert_eq!(paused, g.paused);
+                facts != EPOCH_MS + at_ms
+            };
+            (1..=1000).filter(|n| still(n * 100)).count()
+        };
+        assert_eq!(stands(|_| ()), 0);
+        assert_eq!(stands(|g| g.spec.paused = (20_000, 30_000)), 100);
+        let late = stands(|g| g.spec.late_facts = true);
+        assert!((350..650).contains(&late), "{late}: it is busy for half of the time");
+        assert_eq!(stands(|g| g.spec.boots = true), 79, "no module in a kernel that boots");
+    }
 
     #[test]
     fn a_guest_is_busy_for_its_part_of_the_time_and_one_that_pushes_never() {

@@ -48,7 +48,7 @@ pub enum Law {
     /// An order that moves nothing is withdrawn, so that it does not bite later.
     Stuck,
     /// Only a short host pages out: not more than its swap holds, and of each guest
-    /// that runs half of what it has at most.
+    /// that runs half of what it has at most, of one that is paused nine tenths.
     PagedOut,
 }
 
@@ -78,6 +78,9 @@ const TOLERANCE: Bytes = Bytes::mib(16);
 const ROOMY: f64 = 0.02;
 /// More page cache than this can be dropped.
 const CACHE: Bytes = Bytes::mib(64);
+/// What a guest keeps in DRAM where others are paged out, and one that is paused, a share.
+const KEPT: f64 = 0.5;
+const KEPT_PAUSED: f64 = 0.1;
 /// Below this share of its reserve a host is critical.
 const CRITICAL: f64 = 0.25;
 /// One that booted less long ago has still to touch its memory, ms.
@@ -246,7 +249,7 @@ impl Laws {
                     format!("{name} is paged out and must not be"),
                 );
             }
-            let kept = (g.resident() + g.out).share(0.5);
+            let kept = (g.resident() + g.out).share(if g.paused { KEPT_PAUSED } else { KEPT });
             if g.resident() + TOLERANCE < kept + order.bytes {
                 self.breach(
                     Law::PagedOut,

@@ -6,6 +6,7 @@
 
 use ebb_core::units::Bytes;
 
+use crate::guest::Spec;
 use crate::host::OWN_SHARE;
 use crate::misbehaviour::Misbehaviour;
 use crate::score::Score;
@@ -36,17 +37,27 @@ pub fn run(setup: &Setup) -> Score {
         };
         let mut room = setup.host - setup.host.share(OWN_SHARE) - keeps;
         let mut wants = Vec::new();
+        let most = |i: usize| {
+            let from = moments[i].partition_point(|m| *m <= at);
+            let soon = moments[i][from..].iter().take_while(|m| **m <= at + AHEAD_MS);
+            let need = &setup.guests[i].need;
+            std::iter::once(&at).chain(soon).map(|m| need.sum_at(*m)).max().unwrap_or_default()
+        };
+        // Those that are about to start.
+        let soon = |g: &Spec| g.starts_ms > at && g.starts_ms <= at + AHEAD_MS;
+        for (i, _) in setup.guests.iter().enumerate().filter(|(_, g)| soon(g)) {
+            room = room - most(i);
+        }
         for vm in &sample.vms {
             let Some(i) = world.index(vm.id) else { continue };
             let g = &world.guests[i];
-            if fixed(g.spec.misbehaviour) {
+            // One that is paused does not shrink, and needs no more than it has until it goes on.
+            let rests = g.paused && g.spec.is_paused(at + AHEAD_MS);
+            if fixed(g.spec.misbehaviour) || rests {
                 room = room - g.resident();
                 continue;
             }
-            let from = moments[i].partition_point(|m| *m <= at);
-            let soon = moments[i][from..].iter().take_while(|m| **m <= at + AHEAD_MS);
-            let most = std::iter::once(&at).chain(soon).map(|m| g.spec.need.sum_at(*m)).max();
-            let want = most.unwrap_or_default().max(g.used()) + g.spec.ram.share(0.02);
+            let want = most(i).max(g.used()) + g.spec.ram.share(0.02);
             let (floor, ram) = (setup.min.of(g.spec.ram), g.spec.ram);
             wants.push((vm.id, g.actual, want.max(floor).min(ram), (floor, ram)));
         }

@@ -258,6 +258,12 @@ impl World {
         Sample { at: Stamp(wall_ms), wall_ms, vms, host, ..Sample::default() }
     }
 
+    /// The id of a guest that is switched on.
+    pub fn id(&self, guest: usize) -> Option<VmId> {
+        self.guests.get(guest).filter(|g| g.power)?;
+        Some(self.qemus.get(guest)?.id)
+    }
+
     /// Which guest this is.
     pub fn index(&self, id: VmId) -> Option<usize> {
         let i = id.pid.checked_sub(1000)? as usize;
@@ -265,18 +271,14 @@ impl World {
     }
 
     /// How old a guest's numbers truly are, ms; `None`: it never told any. Those of a module are of
-    /// this moment, also before QEMU has asked the guest.
+    /// this moment, also before QEMU has asked the guest, unless they stand still.
     pub fn age_ms(&self, guest: usize) -> Option<u64> {
-        if self.guests.get(guest)?.spec.agent {
-            return Some(0);
-        }
-        Some(self.at_ms - self.qemus.get(guest)?.said.as_ref()?.at_ms)
+        self.qemus.get(guest)?.age_ms(self.guests.get(guest)?, self.at_ms)
     }
 
     /// What a guest used when it sent the statistics that were looked at last.
     pub fn known_used(&self, guest: usize) -> Option<Bytes> {
-        let g = self.guests.get(guest)?;
-        if g.spec.agent { Some(g.used()) } else { self.qemus.get(guest)?.known_used }
+        self.qemus.get(guest)?.known_used(self.guests.get(guest)?)
     }
 
     /// What must hold of the world itself, whoever rules it: memory is neither made

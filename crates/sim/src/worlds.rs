@@ -1,20 +1,25 @@
-//! Random worlds: each is made from 24 numbers between 0 and 1 ([`COORDINATES`]).
+//! Random worlds: each is made from 28 numbers between 0 and 1 ([`COORDINATES`]).
 //!
 //! The scenarios were made by those who made the controller. Here a point says everything, so
 //! a search can walk to where the controller does worst ([`crate::search`]). All guests' needs
 //! fit the host unless the point says that they do not.
+//!
+//! The last four came later. Up to 0.5, which a point that has fewer numbers stands for, the world
+//! is as without them; from there to 1 there is more and more of what they are for. So half of all
+//! worlds have nothing of each. They are drawn from a generator of their own, and what they leave
+//! to chance as well: the others of a drawn world are what they were.
 
 use ebb_core::config::Amount;
 use ebb_core::units::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::demand::{Curve, Need, fit};
-use crate::guest::Spec;
+use crate::guest::{BOOT_MS, Spec};
 use crate::host::OWN_SHARE;
 use crate::world::Setup;
 
 /// What a point tells, coordinate by coordinate.
-pub const COORDINATES: [&str; 24] = [
+pub const COORDINATES: [&str; 28] = [
     "guests",
     "ram",
     "shape",
@@ -39,7 +44,13 @@ pub const COORDINATES: [&str; 24] = [
     "weights",
     "hot",
     "stale",
+    "starts",
+    "mixed-ram",
+    "pauses",
+    "late-facts",
 ];
+/// So many of them are drawn first.
+const FIRST: usize = 24;
 /// The run, ms.
 pub const RUN_MS: u64 = 400_000;
 /// In so many of a hundred worlds not even all needs fit.
@@ -49,6 +60,16 @@ const FLOOR: f64 = 0.25;
 const FLOORS_MOST: f64 = 0.5;
 /// What a guest has beyond its peak where all peaks are said to fit, a share of its RAM.
 const SPLIT_MARGIN: f64 = 0.04;
+
+/// What part of the guests starts during the run, or is paused, at most.
+const PART_MOST: f64 = 0.5;
+/// The utmost between the RAM of a world's guests and its middle, times, and the least RAM.
+const MIXED_MOST: f64 = 4.0;
+const RAM_LEAST: Bytes = Bytes::mib(512);
+/// What a kernel needs until it is up, a share of RAM, and how long the first programs need what
+/// they need as they start, ms.
+const KERNEL: f64 = 0.05;
+const FIRST_MS: u64 = 20_000;
 
 /// A world: each coordinate 0 to 1, and a seed for what is left to chance.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -106,7 +127,16 @@ fn one_of<T: Copy>(u: f64, all: &[T]) -> T {
 impl Point {
     /// Any.
     pub fn random(rng: &mut fastrand::Rng) -> Point {
-        Point { seed: rng.u64(0..1 << 32), at: COORDINATES.iter().map(|_| rng.f64()).collect() }
+        let seed = rng.u64(0..1 << 32);
+        let mut own = fastrand::Rng::with_seed(seed ^ 0x1a7e);
+        let draw = |i| if i < FIRST { rng.f64() } else { own.f64() };
+        Point { seed, at: (0..COORDINATES.len()).map(draw).collect() }
+    }
+
+    /// The same with its first 24 coordinates only.
+    pub fn plain(mut self) -> Point {
+        self.at.truncate(FIRST);
+        self
     }
 
     /// Another one near it: a few coordinates move, some far.
@@ -133,6 +163,26 @@ impl Point {
         self.at.get(i).copied().unwrap_or(0.5).clamp(0.0, 1.0)
     }
 
+    /// How far a coordinate that came later is from neutral, 0 to 1.
+    fn beyond(&self, coordinate: &str) -> f64 {
+        ((self.of(coordinate) - 0.5) * 2.0).max(0.0)
+    }
+
+    /// For what such a coordinate leaves to chance.
+    fn chance(&self, coordinate: &str) -> fastrand::Rng {
+        let i = COORDINATES.iter().position(|k| *k == coordinate).expect("a coordinate");
+        fastrand::Rng::with_seed(self.seed ^ 0x1a7e ^ ((i as u64) << 32))
+    }
+
+    /// Which guests such a coordinate is about.
+    fn some(&self, coordinate: &str, rng: &mut fastrand::Rng) -> Vec<usize> {
+        let count = (self.beyond(coordinate) * PART_MOST * self.guests() as f64).ceil() as usize;
+        let mut all: Vec<usize> = (0..self.guests()).collect();
+        rng.shuffle(&mut all);
+        all.truncate(count);
+        all
+    }
+
     /// How its loads go together.
     pub fn shape(&self) -> Shape {
         one_of(self.of("shape"), &SHAPES)
@@ -148,9 +198,12 @@ impl Point {
 
     /// In a few words, for people.
     pub fn about(&self) -> String {
+        let later = COORDINATES[FIRST..].iter().filter(|k| self.beyond(k) > 0.0);
+        let later: String =
+            later.map(|k| format!(", {k} {:.0} %", self.beyond(k) * 100.0)).collect();
         format!(
             "{:?}, {} guests of {:.1} GiB, period {:.0} s, duty {:.0} %, load {:.0} %, swap {:.0} %, \
-             {:.0} MB/s, mapped {:.0} %",
+             {:.0} MB/s, mapped {:.0} %{later}",
             self.shape(),
             self.guests(),
             self.ram().0 as f64 / f64::from(1 << 30),
@@ -196,7 +249,12 @@ impl Point {
     pub fn setup(&self) -> Setup {
         let mut rng = fastrand::Rng::with_seed(self.seed ^ 0x3057);
         let count = self.guests();
-        let mut guests: Vec<Spec> = (0..count).map(|i| self.guest(i, &mut rng)).collect();
+        let rams = self.rams();
+        let mut guests: Vec<Spec> = (0..count).map(|i| self.guest(i, rams[i], &mut rng)).collect();
+        self.start_later(&mut guests);
+        self.pause(&mut guests);
+        let mut chance = self.chance("late-facts");
+        guests.iter_mut().for_each(|g| g.late_facts = chance.f64() < self.beyond("late-facts"));
         let peak = peak(&guests);
         let others_share = lin(self.of("others"), 0.0, 0.2);
         let host = Bytes((peak.0 as f64 / self.load()) as u64 + (256 << 20));
@@ -218,8 +276,46 @@ impl Point {
         }
     }
 
-    fn guest(&self, i: usize, rng: &mut fastrand::Rng) -> Spec {
-        let ram = self.ram();
+    /// The RAM of each guest: alike, or some larger and some smaller by the same factor.
+    fn rams(&self) -> Vec<Bytes> {
+        let (mixed, mut rng) = (self.beyond("mixed-ram"), self.chance("mixed-ram"));
+        let factor = lin(mixed, 1.0, MIXED_MOST);
+        let mut one = |_| match mixed > 0.0 {
+            true => {
+                let ram = self.ram().share([1.0 / factor, 1.0, factor][rng.usize(0..3)]);
+                Bytes(ram.0 >> 28 << 28).max(RAM_LEAST)
+            }
+            false => self.ram(),
+        };
+        (0..self.guests()).map(&mut one).collect()
+    }
+
+    /// Some guests start during the run, within seconds of each other or minutes apart. Their
+    /// programs touch much of their RAM as they start.
+    fn start_later(&self, guests: &mut [Spec]) {
+        let mut rng = self.chance("starts");
+        let first = rng.u64(30_000..250_000);
+        let apart = log(rng.f64(), 1_000.0, 100_000.0) as u64;
+        for i in self.some("starts", &mut rng) {
+            let g = &mut guests[i];
+            let at = first + rng.u64(0..apart);
+            let (kernel, touched) = (g.ram.share(KERNEL), g.ram.share(lin(rng.f64(), 0.2, 0.8)));
+            g.need.anon = started(&g.need.anon, at, kernel, touched);
+            g.need.files = started(&g.need.files, at, Bytes::ZERO, Bytes::ZERO);
+            (g.starts_ms, g.boots, g.stale) = (at, true, Bytes::ZERO);
+        }
+    }
+
+    /// Some guests are paused once, for 10 s to two minutes.
+    fn pause(&self, guests: &mut [Spec]) {
+        let mut rng = self.chance("pauses");
+        for i in self.some("pauses", &mut rng) {
+            let from = rng.u64(40_000..300_000);
+            guests[i].paused = (from, from + log(rng.f64(), 10_000.0, 120_000.0) as u64);
+        }
+    }
+
+    fn guest(&self, i: usize, ram: Bytes, rng: &mut fastrand::Rng) -> Spec {
         let low = ram.share(lin(self.of("low"), 0.05, 0.3) * lin(rng.f64(), 0.8, 1.2));
         let high = ram.share(lin(self.of("high"), 0.35, 0.85) * lin(rng.f64(), 0.8, 1.1));
         let anon = self.curve(i, low, high.max(low), rng);
@@ -275,6 +371,16 @@ impl Point {
     }
 }
 
+/// What a guest that starts during the run needs: nothing until then, its kernel's until that is
+/// up, what its first programs touch, and then what it needs anyway.
+fn started(curve: &Curve, at: u64, kernel: Bytes, touched: Bytes) -> Curve {
+    let up = at + BOOT_MS;
+    let goes = up + FIRST_MS;
+    let points = [(0, Bytes::ZERO), (at, kernel), (up, touched), (goes, curve.at(goes))];
+    let later = curve.moments().filter(|ms| *ms > goes).map(|ms| (ms, curve.at(ms)));
+    Curve::new(points.into_iter().chain(later).collect())
+}
+
 /// The floor of each guest, a share of its RAM: the usual one, or what an operator sets where
 /// those would keep more than half of the host.
 fn floors(guests: &[Spec], host: Bytes) -> f64 {
@@ -320,6 +426,33 @@ mod tests {
                 );
             }
         }
+    }
+
+    /// A point of the first 24, and one that is neutral in the others, are the same world. What the
+    /// others change is theirs alone.
+    #[test]
+    fn a_later_coordinate_is_neutral_up_to_a_half_and_leaves_the_others_alone() {
+        let (mut rng, mut old) = (fastrand::Rng::with_seed(601), fastrand::Rng::with_seed(601));
+        let mut neutral = [0; COORDINATES.len() - FIRST];
+        for _ in 0..200 {
+            let point = Point::random(&mut rng);
+            assert_eq!(point.seed, old.u64(0..1 << 32));
+            assert!((0..FIRST).all(|i| point.at[i] == old.f64()));
+            let plain = format!("{:?}", point.clone().plain().setup());
+            for u in [0.0, 0.2, 0.5] {
+                let all: Vec<_> = (FIRST..COORDINATES.len()).map(|i| (i, u)).collect();
+                let point = point.clone().with(&all);
+                assert_eq!(format!("{:?}", point.setup()), plain);
+                assert_eq!(point.about(), point.plain().about());
+            }
+            for (i, n) in (FIRST..).zip(&mut neutral) {
+                let mut one = point.clone().plain();
+                one.at.resize(COORDINATES.len(), 0.5);
+                one.at[i] = point.at[i];
+                *n += usize::from(format!("{:?}", one.setup()) == plain);
+            }
+        }
+        assert!(neutral.iter().all(|n| (80..=120).contains(n)), "{neutral:?}");
     }
 
     #[test]

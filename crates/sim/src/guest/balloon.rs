@@ -4,16 +4,15 @@
 use ebb_core::units::Bytes;
 
 use super::{
-    BOOT_MS, DEFLATE_RATE, FRAGMENTS, GUEST_SWAP_RATE, Guest, INFLATE_RATE, REPORTING_SHARE,
-    SWAP_IN_RATE, seconds,
+    DEFLATE_RATE, FRAGMENTS, GUEST_SWAP_RATE, Guest, INFLATE_RATE, REPORTING_SHARE, SWAP_IN_RATE,
+    seconds,
 };
 use crate::misbehaviour::Misbehaviour;
 use crate::step_budget::{Room, Time};
 
 impl Guest {
     pub(super) fn follow_balloon(&mut self, at_ms: u64, dt_ms: u64, room: &mut Room) {
-        let up = at_ms >= self.booted_ms + BOOT_MS || self.boots == 0;
-        if !up || !self.following {
+        if self.is_booting(at_ms) || !self.following {
             return;
         }
         if self.target == self.actual {

@@ -86,7 +86,8 @@ impl Guest {
         if self.spec.misbehaviour == Misbehaviour::Pinned || !self.power {
             return [Bytes::ZERO; 3];
         }
-        let hot = self.hot();
+        // One that is paused touches nothing.
+        let hot = if self.paused { Bytes::ZERO } else { self.hot() };
         let idle = self.used() + self.cache() - hot - self.merged;
         let mut out = self.out;
         [self.stale, idle, hot].map(|class| {

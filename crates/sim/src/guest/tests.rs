@@ -114,6 +114,36 @@ fn hot_pages_swapped_out_by_the_host_stall_the_guest_and_idle_ones_do_not() {
     assert_eq!(g.counts.host_swap_in, Bytes::mib(200));
 }
 
+#[test]
+fn one_that_is_paused_wants_nothing_and_its_balloon_does_not_move() {
+    let mut g =
+        guest(Curve::flat(Bytes::gib(1)).plus(&Curve::burst(12_000, 60_000, Bytes::gib(1))));
+    g.spec.paused = (10_000, 20_000);
+    lived(&mut g, 0, 9);
+    assert!(g.by_coldness()[2] > Bytes::mib(500), "{:?}", g.by_coldness());
+    g.order(Bytes::gib(2));
+    let before = (Bytes::gib(3), Bytes::gib(1));
+    lived(&mut g, 9_000, 1);
+    assert!(g.paused && g.actual.abs_diff(before.0) < Bytes::mib(120), "{}", g.actual);
+    let actual = g.actual;
+    lived(&mut g, 10_000, 9);
+    assert_eq!((g.actual, g.alloc, g.by_coldness()[2]), (actual, before.1, Bytes::ZERO));
+    lived(&mut g, 19_000, 6);
+    assert!(!g.paused && g.alloc == Bytes::gib(2) && g.actual < Bytes::mib(2300), "{}", g.actual);
+}
+
+/// A guest that is started during the run has no balloon until its kernel is up.
+#[test]
+fn one_that_boots_follows_no_order_yet() {
+    let mut g = guest(Curve::flat(Bytes::gib(1)));
+    (g.spec.boots, g.booted_ms) = (true, 0);
+    g.order(Bytes::gib(3));
+    lived(&mut g, 0, 7);
+    assert_eq!(g.actual, Bytes::gib(4));
+    lived(&mut g, 7_000, 3);
+    assert_eq!(g.actual, Bytes::gib(3));
+}
+
 proptest! {
     #[test]
     fn bytes_are_conserved_whatever_is_ordered(
