@@ -1,6 +1,6 @@
 //! The laws every plan must keep, checked against the world as it truly is.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 use ebb_core::config::Config;
@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use crate::guest::Guest;
 use crate::misbehaviour::Misbehaviour;
+use crate::score::Way;
 use crate::world::World;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -50,6 +51,9 @@ pub enum Law {
     /// Only a short host pages out: not more than its swap holds, and of each guest
     /// that runs half of what it has at most, of one that is paused nine tenths.
     PagedOut,
+    /// No balloon takes and gives back again and again while nothing changes, neither what its
+    /// guest wants nor what all want together, and the host holds all of that.
+    Cycle,
 }
 
 /// A law that was broken.
@@ -94,9 +98,42 @@ const REACHED_MS: u64 = 60_000;
 /// An order that moved nothing for so long should be gone, ms.
 const UNMOVED_MS: u64 = 20_000;
 
-/// What the checker has seen of one guest.
+/// A balloon may turn so often within a minute while nothing changes: one step too far, and back.
+const TURNS_MOST: usize = 2;
+/// A change of direction is one of this share of a guest's RAM at least.
+const TURN_LEAST: f64 = 0.02;
+/// Nothing changes: what a guest wants stays within this share of its RAM, what all want within
+/// this share of the host.
+const OWN_STILL: f64 = 0.02;
+const ALL_STILL: f64 = 0.005;
+/// What all want fits if it is at most this share of the host.
+const FITS: f64 = 0.9;
+/// After a change balloons have so long to follow it, ms.
+const FOLLOWS_MS: u64 = 20_000;
+
+/// Since when a size has stayed where it is.
 #[derive(Clone, Copy, Debug, Default)]
+struct Still {
+    size: Bytes,
+    since: u64,
+}
+
+impl Still {
+    /// It is of this size now, and within `by` it is the same.
+    fn look(&mut self, size: Bytes, by: Bytes, at: u64) {
+        if self.size.abs_diff(size) > by {
+            *self = Still { size, since: at };
+        }
+    }
+}
+
+/// What the checker has seen of one guest.
+#[derive(Clone, Debug, Default)]
 struct Past {
+    wants: Still,
+    way: Way,
+    /// When its size turned within the last minute.
+    turns: VecDeque<u64>,
     turned: Option<(bool, u64)>,
     waits_since: Option<u64>,
     stalled_ms: f64,
@@ -114,12 +151,15 @@ pub struct Laws {
     pub broken: Vec<Breach>,
     config: Config,
     past: BTreeMap<VmId, Past>,
+    /// What all want, and others than VMs use.
+    all: Still,
 }
 
 impl Laws {
     /// The laws under this configuration.
     pub fn new(config: &Config) -> Laws {
-        Laws { broken: Vec::new(), config: config.clone(), past: BTreeMap::new() }
+        let config = config.clone();
+        Laws { broken: Vec::new(), config, past: BTreeMap::new(), all: Still::default() }
     }
 
     fn breach(&mut self, law: Law, at_ms: u64, what: String) {
@@ -140,6 +180,7 @@ impl Laws {
         self.check_reach(world, tick, at);
         self.check_grants(world, tick, at);
         self.check_progress(world, tick, at);
+        self.check_cycle(world, at);
     }
 
     fn check_order(&mut self, world: &World, action: &Action) {
@@ -227,8 +268,9 @@ impl Laws {
         {
             self.breach(Law::PagedOut, at, "the host has enough".into());
         }
+        // What is ordered counts as under way already.
         let out: Bytes = world.guests.iter().map(|g| g.out + g.paging).sum();
-        if out + orders.iter().map(|o| o.bytes).sum() > world.host.swap {
+        if !orders.is_empty() && out > world.host.swap {
             self.breach(Law::PagedOut, at, "more than the host's swap holds".into());
         }
         for order in orders {
@@ -298,6 +340,40 @@ impl Laws {
         }
     }
 
+    /// Only where all balloons do as they are told: what others hold cannot be taken, so that not
+    /// all fits although it would.
+    fn check_cycle(&mut self, world: &World, at: u64) {
+        let wants = |g: &Guest| g.wants().anon + g.wants().files;
+        let on = || world.guests.iter().enumerate().filter(|(_, g)| g.power && !g.paused);
+        if world.guests.iter().any(|g| g.spec.misbehaviour != Misbehaviour::Ideal) {
+            return;
+        }
+        let all = on().map(|(_, g)| wants(g)).sum::<Bytes>() + world.host.others;
+        self.all.look(all, world.host.total.share(ALL_STILL), at);
+        if all > world.host.total.share(FITS) {
+            self.all.since = at;
+        }
+        for (i, g) in on() {
+            let Some(id) = world.id(i) else { continue };
+            let past = self.past.entry(id).or_default();
+            past.wants.look(wants(g), g.spec.ram.share(OWN_STILL), at);
+            if past.way.turns(g.actual, g.spec.ram.share(TURN_LEAST)) {
+                past.turns.push_back(at);
+            }
+            let from =
+                (self.all.since.max(past.wants.since) + FOLLOWS_MS).max(at.saturating_sub(60_000));
+            while past.turns.front().is_some_and(|t| *t < from) {
+                past.turns.pop_front();
+            }
+            let turns = past.turns.len();
+            if turns > TURNS_MOST {
+                let size = g.actual;
+                past.turns.clear();
+                self.breach(Law::Cycle, at, format!("{i} turned {turns} times, now {size}"));
+            }
+        }
+    }
+
     /// Who waits for memory that its balloon holds; who does not follow.
     fn check_progress(&mut self, world: &World, tick: &Tick, at: u64) {
         for vm in &tick.sample.vms {
@@ -354,4 +430,38 @@ fn has_room_for(world: &World, guest: &Guest, at: u64) -> bool {
     let above = available - default_reserve(total).share(CRITICAL);
     let has_cache = guest.cache() > CACHE;
     available - soon > total.share(ROOMY) && (!has_cache || above - kept > DEADBAND)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::demand::{Curve, Need};
+    use crate::guest::Spec;
+    use crate::world::Setup;
+
+    /// How often *Cycle* is broken where a guest is told 500 and 900 MiB by turns, each for so
+    /// long, and wants this.
+    fn cycles(each_s: u64, need: Curve) -> usize {
+        let guests = vec![Spec::new(Bytes::gib(1), Need::of(need))];
+        let mut world = World::new(&Setup::of(Bytes::gib(4), Bytes::ZERO, 200_000, guests));
+        let mut laws = Laws::new(&Config::default());
+        while !world.over() {
+            let at = world.at_ms();
+            let to = if (at / 1000 / each_s).is_multiple_of(2) { 500 } else { 900 };
+            world.order(world.id(0).unwrap(), Bytes::mib(to)).unwrap();
+            laws.check_cycle(&world, at);
+            world.pass(500);
+        }
+        assert!(laws.broken.iter().all(|b| b.law == Law::Cycle));
+        laws.broken.len()
+    }
+
+    #[test]
+    fn a_balloon_that_goes_to_and_fro_while_nothing_changes_breaks_a_law() {
+        let flat = || Curve::flat(Bytes::mib(200));
+        assert!(cycles(5, flat()) > 5, "{}", cycles(5, flat()));
+        assert_eq!(cycles(40, flat()), 0, "a turn in 40 s");
+        let wave = Curve::wave(200_000, 30_000, 0, Bytes::mib(100), Bytes::mib(300));
+        assert_eq!(cycles(5, wave), 0, "its guest wants more and less");
+    }
 }

@@ -165,14 +165,35 @@ impl Host for Twin {
     }
 }
 
+/// After two minutes it stays as it is.
+fn settles(curve: &Curve) -> Curve {
+    let last = curve.at(120_000);
+    curve.map(|ms, size| if ms > 120_000 { last } else { size })
+}
+
 /// Needs that stay as they are after two minutes.
 fn settled(seed: u64) -> Setup {
     let mut setup = tight(seed, 13, 0, 900);
-    for g in &mut setup.guests {
-        let last = g.need.anon.at(120_000);
-        g.need.anon = g.need.anon.map(|ms, size| if ms > 120_000 { last } else { size });
-    }
+    setup.guests.iter_mut().for_each(|g| g.need.anon = settles(&g.need.anon));
     setup
+}
+
+/// *Cycle* is a law of worlds that have become still: in drawn ones something changes all the time.
+#[test]
+fn no_balloon_goes_to_and_fro_in_drawn_worlds_that_have_become_still() {
+    let mut rng = fastrand::Rng::with_seed(5200);
+    let points: Vec<Point> = (0..40).map(|_| Point::random(&mut rng)).collect();
+    let broken = in_parallel(&points, 2, |point| {
+        let mut setup = point.setup();
+        setup.others = settles(&setup.others);
+        for g in &mut setup.guests {
+            (g.need.anon, g.need.files) = (settles(&g.need.anon), settles(&g.need.files));
+        }
+        Controller::Ebb.run(&setup).broken
+    });
+    for (point, broken) in points.iter().zip(broken) {
+        assert!(broken.is_empty(), "{}: {}", point.about(), broken[0]);
+    }
 }
 
 #[test]
