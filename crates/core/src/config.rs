@@ -323,6 +323,12 @@ impl Config {
     pub fn parse(file: &str, text: &str) -> Result<Config, ConfigError> {
         read::config(file, text)
     }
+
+    /// `daemon.socket` of a configuration that has mistakes elsewhere.
+    pub fn socket_of(text: &str) -> Option<String> {
+        let table: toml::Table = text.parse().ok()?;
+        Some(table.get("daemon")?.get("socket")?.as_str()?.to_owned())
+    }
 }
 
 /// What the section of a VM by its `-uuid` begins with.

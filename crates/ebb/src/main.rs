@@ -22,6 +22,7 @@ mod state;
 mod table;
 mod view;
 
+use std::io::Read;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -198,6 +199,32 @@ enum Command {
     },
 }
 
+/// What of the configuration a command goes by.
+#[derive(Clone, Copy, PartialEq)]
+enum GoesBy {
+    All,
+    /// It only asks the daemon.
+    Socket,
+    Nothing,
+}
+
+impl Command {
+    fn goes_by(&self) -> GoesBy {
+        match self {
+            Command::Run { .. }
+            | Command::Doctor { .. }
+            | Command::Merge { .. }
+            | Command::Release { .. }
+            | Command::Check => GoesBy::All,
+            Command::Explain { record: Some(_), .. }
+            | Command::Replay { .. }
+            | Command::Completions { vms: false, .. }
+            | Command::Man { .. } => GoesBy::Nothing,
+            _ => GoesBy::Socket,
+        }
+    }
+}
+
 fn duration(text: &str) -> Result<Duration, String> {
     match milliseconds(text) {
         Some(ms) if (1000.0..=MOST_MS as f64).contains(&ms) => Ok(Duration::from_millis(ms as u64)),
@@ -229,17 +256,30 @@ fn main() -> ExitCode {
 
 fn dispatch(cli: Cli) -> Result<bool> {
     let file = cli.global.config.as_deref();
-    let loaded = load(file);
+    let loaded = match cli.command.goes_by() {
+        GoesBy::Nothing => Ok(None),
+        GoesBy::Socket if cli.global.socket.is_some() => Ok(None),
+        _ => load(file),
+    };
     let absent = matches!(loaded, Ok(None));
     let file = (!absent).then(|| file.unwrap_or(DEFAULT_CONFIG).to_owned());
-    // A mistake in the file may be the very reason for which there is no daemon any more.
     let mut is_bad = false;
     let mut config = match (loaded, &cli.command) {
+        // A mistake in the file may be the very reason for which there is no daemon any more.
         (Err(e), Command::Release { .. }) => {
             is_bad = true;
             log::say(&format!("{e:#}"));
             log::say("the configuration is bad: going on with the defaults");
             Config::default()
+        }
+        // Or the daemon runs well, with the file as it was.
+        (Err(e), command) if command.goes_by() == GoesBy::Socket => {
+            let socket = file.as_deref().and_then(|f| Config::socket_of(&read(f).ok()?));
+            let config =
+                Config { socket: socket.unwrap_or(Config::default().socket), ..Config::default() };
+            log::say(&format!("{e:#}"));
+            log::say(&format!("the configuration is bad: asking the daemon on {}", config.socket));
+            config
         }
         (loaded, _) => loaded?.unwrap_or_default(),
     };
@@ -309,10 +349,20 @@ const DEFAULT_CONFIG: &str = "/etc/ebb/ebb.toml";
 /// The configuration; `None` where there is no file and none was named.
 fn load(path: Option<&str>) -> Result<Option<Config>> {
     let file = path.unwrap_or(DEFAULT_CONFIG);
-    match std::fs::read_to_string(file) {
+    match read(file) {
         Ok(text) => Ok(Some(Config::parse(file, &text)?)),
         Err(e) if path.is_none() && e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(e).with_context(|| format!("cannot read {file}")),
+    }
+}
+
+/// A configuration file, of 1 MiB at most.
+fn read(file: &str) -> std::io::Result<String> {
+    const MOST: u64 = 1 << 20;
+    let mut text = String::new();
+    match std::fs::File::open(file)?.take(MOST + 1).read_to_string(&mut text)? as u64 > MOST {
+        true => Err(std::io::Error::other("it is larger than 1 MiB")),
+        false => Ok(text),
     }
 }
 

@@ -153,7 +153,7 @@ fn release_tells_no_state_file_from_nothing_owed_and_goes_by_the_processes_in_it
 }
 
 #[test]
-fn release_goes_on_where_the_configuration_is_bad_and_every_other_command_refuses_it() {
+fn where_the_configuration_is_bad_release_goes_on_and_clients_ask_the_daemon() {
     let place = Place::new("tikc = \"1s\"\n");
     let state = owed(&place);
     let (code, said) = place.ebb(&["release", "--state", state.to_str().unwrap()]);
@@ -183,6 +183,24 @@ fn release_goes_on_where_the_configuration_is_bad_and_every_other_command_refuse
     }
     place.configure("tick = \"1s\"\n");
     assert_eq!(place.ebb(&["check"]).0, 0);
+}
+
+#[test]
+fn a_mistake_in_the_file_keeps_no_client_from_a_daemon_that_runs() {
+    let place = Place::new("");
+    let _daemon = place.daemon();
+    let record = place.file("r.jsonl");
+    assert_eq!(place.ebb(&["record", record.to_str().unwrap()]).0, 0);
+    place.configure("tikc = \"1s\"\n");
+    let socket = place.file("s");
+    let (code, said) = place.ebb(&["status"]);
+    assert!(code == 1 && said.contains("ebb.toml:6: ") && said.contains("tikc"), "{code} {said}");
+    assert!(said.contains(&format!("asking the daemon on {}", socket.display())), "{said}");
+    // Who names the socket, or asks no daemon, goes by no file.
+    let (code, said) = place.ebb(&["status", "--socket", socket.to_str().unwrap()]);
+    assert!(code == 1 && !said.contains("tikc"), "{code} {said}");
+    let (code, said) = place.ebb(&["replay", record.to_str().unwrap()]);
+    assert!(code == 0 && !said.contains("tikc"), "{code} {said}");
 }
 
 #[test]
