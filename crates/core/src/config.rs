@@ -16,7 +16,7 @@ use crate::policy::merge::Settings;
 use crate::units::Bytes;
 
 pub use metadata::{Metadata, NAMESPACE, Overrides};
-pub use read::milliseconds;
+pub use read::{milliseconds, sizeable};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]

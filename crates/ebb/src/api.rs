@@ -25,7 +25,9 @@ use axum::extract::{DefaultBodyLimit, State as Of};
 use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get, post};
+use ebb_core::config::sizeable;
 use ebb_core::model::Model;
+use ebb_core::plan::Reclaim;
 use ebb_core::policy::admission::{self, AdmissionRequest, Supply, admit};
 use ebb_core::state::Memory;
 use ebb_core::tick::Tick;
@@ -245,20 +247,27 @@ fn asking(inbox: Inbox) -> Router {
     };
     Router::new()
         .route("/v1/look", post(look))
-        .route("/v1/reclaim", posted("a reclaim request", |i| &i.requests))
-        .route("/v1/merge", posted("a request about merging", |i| &i.wishes))
-        .route("/v1/hands-off", posted("a request to leave a VM alone", |i| &i.hands))
+        .route("/v1/reclaim", posted("a reclaim request", |i| &i.requests, reclaim))
+        .route("/v1/merge", posted("a request about merging", |i| &i.wishes, Ok))
+        .route("/v1/hands-off", posted("a request to leave a VM alone", |i| &i.hands, Ok))
         .layer(DefaultBodyLimit::max(4096))
         .with_state(inbox)
 }
 
-/// Hands over what a client sends, and answers whether it was taken.
+fn reclaim(request: Reclaim) -> Result<Reclaim, String> {
+    request.bytes.map_or(Ok(()), |bytes| sizeable(bytes).map(drop))?;
+    Ok(request)
+}
+
+/// Hands over what a client sends and this allows, and answers whether it was taken.
 fn posted<T: DeserializeOwned + Send + 'static>(
     what: &'static str,
     list: fn(&Inbox) -> &Mutex<Vec<T>>,
+    allowed: fn(T) -> Result<T, String>,
 ) -> MethodRouter<Inbox> {
     post(move |Of(inbox): Of<Inbox>, body: Bytes| async move {
-        match serde_json::from_slice(&body).map(|wish| inbox.put(list(&inbox), wish)) {
+        let wish = serde_json::from_slice(&body).map_err(|e| e.to_string()).and_then(allowed);
+        match wish.map(|wish| inbox.put(list(&inbox), wish)) {
             Err(e) => (StatusCode::BAD_REQUEST, format!("not {what}: {e}\n")),
             Ok(true) => (StatusCode::ACCEPTED, "{}".into()),
             Ok(false) => (StatusCode::TOO_MANY_REQUESTS, "too many requests wait\n".into()),
@@ -410,7 +419,8 @@ fn parse_request(query: &str) -> Result<AdmissionRequest, String> {
         let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
         match key {
             "memory" => {
-                request.memory = value.parse::<Size>().map_err(|e| format!("memory: {e}"))?
+                let size = value.parse::<Size>().map_err(|e| e.to_string()).and_then(sizeable);
+                request.memory = size.map_err(|e| format!("memory: {e}"))?
             }
             "count" => {
                 let count = value.parse().ok().filter(|n| *n <= COUNT_MOST);
@@ -507,7 +517,8 @@ mod tests {
         assert_eq!(parse_request("memory=4294967296").map(|a| a.count), Ok(1));
         for (query, said) in [
             ("count=3", "memory: the RAM"),
-            ("memory=0", "memory: the RAM"),
+            ("memory=0", "memory: 0 B is below 1 MiB"),
+            ("memory=4096", "memory: 4 KiB is below 1 MiB: write the unit"),
             ("memory=much", "memory: “much” is not a size"),
             ("memory=1GiB&count=-1", "count: a number"),
             ("memory=1GiB&count=9999999", "count: a number"),

@@ -28,9 +28,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::{Args, CommandFactory, Parser, Subcommand};
-use ebb_core::config::{Config, milliseconds};
+use ebb_core::config::{Config, milliseconds, sizeable};
 use ebb_core::plan::Reclaim;
-use ebb_core::units::Bytes;
+use ebb_core::units::{Bytes, NotASize};
 use ebb_host::daemon_client;
 use ebb_host::hands_off::MOST_MS;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -98,8 +98,8 @@ enum Command {
     /// Tells whether more VMs fit, at whose expense and how soon (exit code 1: they do not);
     /// without --memory, what the last tick planned
     Plan {
-        /// RAM of each
-        #[arg(long)]
+        /// RAM of each, such as 4GiB
+        #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
         memory: Option<Bytes>,
         /// How many
         #[arg(long, default_value_t = 1, requires = "memory", value_parser = clap::value_parser!(u32).range(1..=100_000))]
@@ -129,7 +129,7 @@ enum Command {
         #[arg(long)]
         all: bool,
         /// How much in all, such as 512MiB [default: all that is idle]
-        #[arg(long)]
+        #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
         bytes: Option<Bytes>,
         /// The result as JSON
         #[arg(long)]
@@ -230,6 +230,10 @@ fn duration(text: &str) -> Result<Duration, String> {
         Some(ms) if (1000.0..=MOST_MS as f64).contains(&ms) => Ok(Duration::from_millis(ms as u64)),
         _ => Err("a time from \"1s\" to \"24h\"".into()),
     }
+}
+
+fn size(text: &str) -> Result<Bytes, String> {
+    sizeable(text.parse().map_err(|e: NotASize| e.to_string())?)
 }
 
 fn main() -> ExitCode {

@@ -19,6 +19,21 @@ fn a_bad_configuration_names_file_line_field_and_what_is_allowed() {
 }
 
 #[test]
+fn a_size_that_lacks_its_unit_is_refused_before_anything_is_asked() {
+    let place = Place::new("");
+    for args in [&["plan", "--memory"][..], &["reclaim", "x", "--bytes"]] {
+        for (size, words) in [
+            ("4096", "4 KiB is below 1 MiB: write the unit"),
+            ("0", "0 B is below"),
+            ("-4GiB", "is not a size"),
+        ] {
+            let (code, said) = place.ebb(&[args, &[size]].concat());
+            assert!(code == 2 && said.contains(words), "{args:?} {size}: {code} {said}");
+        }
+    }
+}
+
+#[test]
 fn without_a_daemon_reading_commands_say_how_to_start_one() {
     let place = Place::new("");
     for args in [&["status"][..], &["explain", "x"], &["record", "-"]] {
@@ -57,6 +72,9 @@ fn the_daemon_serves_both_sockets_and_ends_on_sigterm() {
         let said = http(place.unix(), &post);
         assert!(said.starts_with("HTTP/1.1 400") && said.contains("unknown field"), "{said}");
     }
+    let head = "POST /v1/reclaim HTTP/1.1\r\nHost: ebb\r\nConnection: close\r\n";
+    let said = http(place.unix(), &format!("{head}Content-Length: 14\r\n\r\n{{\"bytes\": 512}}"));
+    assert!(said.starts_with("HTTP/1.1 400") && said.contains("write the unit"), "{said}");
     assert!(http(place.unix(), "\u{1}\u{2}nonsense\r\n\r\n").starts_with("HTTP/1.1 400"));
 
     let (code, said) = place.ebb(&["status"]);

@@ -154,8 +154,13 @@ impl RawAmount {
 
 /// Refuses what was meant with a unit, most likely.
 fn has_unit(size: Bytes) -> Result<Bytes, String> {
+    if size == Bytes::ZERO { Ok(size) } else { sizeable(size) }
+}
+
+/// Refuses what was meant with a unit, most likely, and nothing.
+pub fn sizeable(size: Bytes) -> Result<Bytes, String> {
     match size.0 {
-        1..LEAST_SIZE => Err(format!("{size} is below 1 MiB: write the unit, as in \"512MiB\"")),
+        ..LEAST_SIZE => Err(format!("{size} is below 1 MiB: write the unit, as in \"512MiB\"")),
         _ => Ok(size),
     }
 }
