@@ -27,7 +27,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
 use ebb_core::config::{Config, milliseconds, sizeable};
 use ebb_core::plan::Reclaim;
 use ebb_core::units::{Bytes, NotASize};
@@ -121,9 +121,9 @@ enum Command {
         dry_run: bool,
     },
     /// Takes idle memory from VMs now, and tells how much the host got
+    #[command(group = ArgGroup::new("which").required(true).args(["vm", "all"]))]
     Reclaim {
         /// Of this VM
-        #[arg(required_unless_present = "all", conflicts_with = "all")]
         vm: Option<String>,
         /// Of all VMs
         #[arg(long)]

@@ -130,6 +130,15 @@ fn an_option_that_a_daemon_would_not_heed_is_refused() {
 }
 
 #[test]
+fn who_forgets_the_name_of_a_vm_does_nothing_to_all() {
+    let place = Place::new("");
+    for command in [&["merge", "off"][..], &["reclaim"]] {
+        let (code, said) = place.ebb(command);
+        assert!(code == 2 && said.contains("--all>"), "{command:?}: {code} {said}");
+    }
+}
+
+#[test]
 fn two_daemons_do_not_share_vms() {
     let place = Place::new("");
     let _daemon = place.daemon();

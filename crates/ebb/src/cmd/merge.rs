@@ -11,7 +11,7 @@ mod report;
 mod switch;
 
 use anyhow::{Result, bail};
-use clap::Subcommand;
+use clap::{ArgGroup, Subcommand};
 use ebb_core::config::Config;
 use ebb_core::sample::{Claim, KsmStat};
 use ebb_host::probe::cgroup::{Version, read_hierarchy};
@@ -58,10 +58,14 @@ pub enum What {
         #[arg(long)]
         across_groups: bool,
     },
-    /// Takes VMs out of KSM and unmerges their pages; without a name, all merged pages of the host
+    /// Takes VMs out of KSM and unmerges their pages
+    #[command(group = ArgGroup::new("which").required(true).args(["vm", "all"]))]
     Off {
         /// The VMs
         vm: Vec<String>,
+        /// Stops KSM and unmerges all merged pages of the host
+        #[arg(long)]
+        all: bool,
     },
 }
 
@@ -85,8 +89,8 @@ pub fn main(config: &Config, what: What) -> Result<bool> {
             Some(state) => tell_daemon(config, &state, &vm, true),
             None => on(config, &vm, across_groups),
         },
-        What::Off { vm } if vm.is_empty() => off_all(config),
-        What::Off { vm } => match steered(config)? {
+        What::Off { all: true, .. } => off_all(config),
+        What::Off { vm, all: false } => match steered(config)? {
             Some(state) => tell_daemon(config, &state, &vm, false),
             None => switch(config, &vm, false),
         },

@@ -21,7 +21,7 @@ fn wait(what: &str, done: impl FnMut() -> bool) {
     poll(2 * MINUTE, done).unwrap_or_else(|| panic!("{what}: not in two minutes"));
 }
 
-/// `ebb merge off` where the kernel says that so much is available; whether it was done.
+/// `ebb merge off --all` where the kernel says that so much is available; whether it was done.
 fn off_on_a_host_with(available: Bytes, dir: &Path) -> (bool, String) {
     let real = std::fs::read_to_string("/proc/meminfo").unwrap();
     let line = |l: &str| match l.starts_with("MemAvailable:") {
@@ -34,7 +34,7 @@ fn off_on_a_host_with(available: Bytes, dir: &Path) -> (bool, String) {
         .args(["-m", "sh", "-c", "mount --bind \"$0\" /proc/meminfo && exec \"$@\""])
         .arg(told)
         .arg(binary().unwrap())
-        .args(["merge", "off", "--config"])
+        .args(["merge", "off", "--all", "--config"])
         .arg(dir.join("ebb.toml"))
         .output()
         .unwrap();
@@ -67,7 +67,7 @@ fn vm_merge_off_takes_one_out_on_brings_it_in_and_off_alone_breaks_all() {
     let (done, said) = off_on_a_host_with(Bytes::mib(280), dir.path());
     assert!(!done && said.contains("and 256 MiB must stay free, but 280 MiB"), "{said}");
     assert!(sharing() > before / 2 && knob("run") == "1", "nothing is broken: {}", sharing());
-    let said = ebb_says(dir.path(), &["merge", "off"]);
+    let said = ebb_says(dir.path(), &["merge", "off", "--all"]);
     println!("off: {before} pages saved, then {}; {said}", sharing());
     assert!(before > 4000 && sharing() == 0 && knob("run") == "2");
     assert!(vms.iter().all(|vm| merged(vm) == 0), "{:?}, {:?}", stat(&vms[0]), stat(&vms[1]));
