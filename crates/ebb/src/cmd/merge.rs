@@ -24,7 +24,7 @@ use ebb_host::scan::{Found, Limits, Options};
 
 use self::report::report;
 pub use self::switch::put_back;
-use self::switch::{off_all, on, steered, switch, tell_daemon};
+use self::switch::{off_all, on, running, steers, switch, tell_daemon};
 use crate::daemon::trust;
 
 #[derive(Subcommand)]
@@ -81,18 +81,18 @@ pub fn main(config: &Config, what: What) -> Result<bool> {
             let options = Options { threads, limits, hurry, ..Options::default() };
             report(config, &vm, full, &options, json)
         }
-        What::On { vm, across_groups } => match steered(config)? {
-            Some(_) if across_groups => bail!(
+        What::On { vm, across_groups } => match running(config)? {
+            Some(state) if steers(&state) && across_groups => bail!(
                 "--across-groups: the daemon steers KSM and goes by merge.across_groups in its \
                  configuration"
             ),
-            Some(state) => tell_daemon(config, &state, &vm, true),
-            None => on(config, &vm, across_groups),
+            Some(state) if steers(&state) => tell_daemon(config, &state, &vm, true),
+            daemon => on(config, &vm, across_groups, daemon.as_ref()),
         },
         What::Off { all: true, .. } => off_all(config),
-        What::Off { vm, all: false } => match steered(config)? {
-            Some(state) => tell_daemon(config, &state, &vm, false),
-            None => switch(config, &vm, false),
+        What::Off { vm, all: false } => match running(config)? {
+            Some(state) if steers(&state) => tell_daemon(config, &state, &vm, false),
+            daemon => switch(config, &vm, false, daemon.as_ref()),
         },
     }
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use ebb_core::config::{Config, MergeMode};
 use ebb_core::plan::MergeWish;
+use ebb_core::sample::Link;
 use ebb_core::state::OwnedMark;
 use ebb_core::text::in_command;
 use ebb_core::units::Bytes;
@@ -16,7 +17,7 @@ use ebb_host::act::ksm;
 use ebb_host::act::vm_mergeable;
 use ebb_host::libvirt::domain_of;
 use ebb_host::probe::discovery::{Program, inspect_owed};
-use ebb_host::probe::ksm::ksmtuned;
+use ebb_host::probe::ksm::{ksmtuned, read_ksm};
 use ebb_host::probe::managers::{Manager, SocketKind, kind};
 use ebb_host::probe::process::{Life, life};
 use ebb_host::probe::qemu::{QemuProcess, QmpAddress};
@@ -35,16 +36,21 @@ const QMP: Duration = Duration::from_secs(5);
 /// How long the daemon may take to open or close VMs.
 const DONE: Duration = Duration::from_secs(20);
 
-/// The state of a daemon that steers KSM, if one does.
-pub(super) fn steered(config: &Config) -> Result<Option<State>> {
+const OPEN: &str = "open to KSM";
+const OUT: &str = "out of KSM, nothing of it is merged";
+/// What starts KSM where no daemon steers it.
+const RUN: &str = "1 is written to /sys/kernel/mm/ksm/run";
+
+/// The state of a daemon, if one runs.
+pub(super) fn running(config: &Config) -> Result<Option<State>> {
     if !daemon_client::is_up(&config.socket) {
         return Ok(None);
     }
-    let state: State = daemon_client::get_json(&config.socket, "/v1/state")?;
-    Ok(steers(&state).then_some(state))
+    Ok(Some(daemon_client::get_json(&config.socket, "/v1/state")?))
 }
 
-fn steers(state: &State) -> bool {
+/// Whether a daemon opens VMs to KSM and closes them.
+pub(super) fn steers(state: &State) -> bool {
     let is_on = state.host.merge.as_ref().is_some_and(|m| m.mode == MergeMode::On);
     is_on && !state.daemon.dry_run
 }
@@ -76,8 +82,7 @@ pub(super) fn tell_daemon(
         let left: Vec<&&Vm> =
             vms.iter().filter(|v| v.merge.as_ref().is_some_and(|m| m.open != Some(on))).collect();
         if left.is_empty() {
-            let what = if on { "open to KSM" } else { "out of KSM, nothing of it is merged" };
-            emit(&format!("{}: {what}\n", names.join(" ")))?;
+            emit(&done(&state, config, names, on))?;
             return Ok(changed);
         }
         if Instant::now() > until {
@@ -90,6 +95,23 @@ pub(super) fn tell_daemon(
         }
         std::thread::sleep(Duration::from_millis(100));
     }
+}
+
+/// What the daemon has done, and what it does now about merging.
+fn done(state: &State, config: &Config, names: &[String], on: bool) -> String {
+    let mut said = format!("{}: {}\n", names.join(" "), if on { OPEN } else { OUT });
+    if on {
+        let kept_out = |name: &&String| config.settings(name, None).merge == Some(false);
+        for name in names.iter().filter(kept_out) {
+            said += &format!("{name}: against merge = false, until the daemon starts again\n");
+        }
+        let why = state.host.merge.as_ref().map_or("", |m| &m.why);
+        said += &format!(
+            "the daemon: {}\n",
+            if why.is_empty() { "nothing was decided yet" } else { why }
+        );
+    }
+    said
 }
 
 /// Opens to KSM, or closes, what Ebb had closed or opened. What was not done within `patience`,
@@ -144,20 +166,36 @@ fn put_one_back(config: &Config, mark: &OwnedMark) -> Result<()> {
         Program::Other => bail!("no QEMU"),
     };
     let process = QemuProcess { name: mark.name.clone(), ..*found };
-    let mut qmp = connect(config, &process)?;
+    let mut qmp = connect(config, &process, None)?;
     vm_mergeable::set(&root, mark.id, &mut qmp, mark.open)?;
     Ok(())
 }
 
 /// KSM has one domain: it merges whatever is open to it, so one group only may be.
-pub(super) fn on(config: &Config, names: &[String], across_groups: bool) -> Result<bool> {
-    let all = look(config, &Root::default(), &[])?;
-    may_open(config, &all, names, across_groups)?;
-    switch(config, names, true)
+pub(super) fn on(
+    config: &Config,
+    names: &[String],
+    across_groups: bool,
+    daemon: Option<&State>,
+) -> Result<bool> {
+    let root = Root::default();
+    let all = look(config, &root, &[])?;
+    may_open(config, &all, names, across_groups, daemon)?;
+    let changed = switch(config, names, true, daemon)?;
+    if read_ksm(&root)?.is_some_and(|ksm| ksm.run != 1) {
+        emit(&format!("KSM is stopped: nothing is merged until {RUN}\n"))?;
+    }
+    Ok(changed)
 }
 
 /// An error where these VMs must not be opened to KSM, of all that there are.
-fn may_open(config: &Config, all: &[Known], names: &[String], across_groups: bool) -> Result<()> {
+fn may_open(
+    config: &Config,
+    all: &[Known],
+    names: &[String],
+    across_groups: bool,
+    daemon: Option<&State>,
+) -> Result<()> {
     are_there(names, &Vec::from_iter(all.iter().map(|k| k.process.name.as_str())))?;
     let is_wanted = |k: &Known| names.contains(&k.process.name);
     let wanted = all.iter().filter(|k| is_wanted(k));
@@ -167,7 +205,7 @@ fn may_open(config: &Config, all: &[Known], names: &[String], across_groups: boo
     };
     let is_open = |k: &Known| {
         let marked = k.found.as_ref().is_some_and(|f| f.mergeable > Bytes::ZERO);
-        marked && (is_wanted(k) || ram_is_open(config, k))
+        marked && (is_wanted(k) || ram_is_open(config, k, daemon))
     };
     let by_name = names_of(&|k| is_wanted(k) && !k.group_is_proven);
     if !by_name.is_empty() && !across_groups {
@@ -207,8 +245,8 @@ fn may_open(config: &Config, all: &[Known], names: &[String], across_groups: boo
 }
 
 /// Whether its RAM is open, or may be. QEMU marks the memory of devices, too, which is no RAM.
-fn ram_is_open(config: &Config, known: &Known) -> bool {
-    let connect = || connect(config, &known.process).ok();
+fn ram_is_open(config: &Config, known: &Known, daemon: Option<&State>) -> bool {
+    let connect = || connect(config, &known.process, daemon).ok();
     match vm_mergeable::ksm_state(&Root::default(), known.process.id) {
         Ok(state) if state.needs_backends() => connect()
             .and_then(|mut qmp| vm_mergeable::is_open(&state, &mut qmp).ok())
@@ -219,19 +257,23 @@ fn ram_is_open(config: &Config, known: &Known) -> bool {
 }
 
 /// Opens VMs to KSM or takes them out, and prints the result for each.
-pub(super) fn switch(config: &Config, names: &[String], on: bool) -> Result<bool> {
+pub(super) fn switch(
+    config: &Config,
+    names: &[String],
+    on: bool,
+    daemon: Option<&State>,
+) -> Result<bool> {
     let root = Root::default();
     let (mut changed, mut failed) = (false, Vec::new());
     for known in look(config, &root, names)? {
         let name = &known.process.name;
-        match connect(config, &known.process)
+        match connect(config, &known.process, daemon)
             .and_then(|mut qmp| Ok(vm_mergeable::set(&root, known.process.id, &mut qmp, on)?))
         {
             Ok(false) => emit(&format!("{name}: it was so already\n"))?,
             Ok(true) => {
                 changed = true;
-                let what = if on { "open to KSM" } else { "out of KSM, nothing of it is merged" };
-                emit(&format!("{name}: {what}\n"))?;
+                emit(&format!("{name}: {}\n", if on { OPEN } else { OUT }))?;
             }
             Err(e) => failed.push(format!("{name}: {e:#}")),
         }
@@ -239,8 +281,26 @@ pub(super) fn switch(config: &Config, names: &[String], on: bool) -> Result<bool
     if failed.is_empty() { Ok(changed) } else { bail!("{}", failed.join("; ")) }
 }
 
+/// Why this daemon's connection to a VM is in the way, where it has one that it keeps.
+fn held_by(daemon: &State, process: &QemuProcess) -> Option<String> {
+    let vm = daemon.vms.iter().find(|vm| vm.pid == process.id.pid && vm.shared.is_none())?;
+    if !matches!(vm.link, Link::Up | Link::Slow(_)) {
+        return None;
+    }
+    let what = match daemon.daemon.dry_run {
+        true => "and changes nothing in its dry run: end that first".to_owned(),
+        false => format!(
+            "and leaves KSM alone (merge.mode is not \"on\"): with mode = \"on\" it does this itself, \
+             and merge = false in the VM's section keeps a VM out; or stop the daemon first, \
+             which gives {} all its memory",
+            process.name
+        ),
+    };
+    Some(format!("the daemon has its QMP socket, which serves one client, {what}"))
+}
+
 /// The VM's QMP socket, where one is free: a socket serves one client.
-fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
+fn connect(config: &Config, process: &QemuProcess, daemon: Option<&State>) -> Result<Client> {
     let its = &config.settings(&process.given, process.args.uuid.as_deref()).qmp;
     let named = its.is_some();
     let paths = match (its, &process.args.qmp) {
@@ -251,9 +311,15 @@ fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
             None => bail!("{why}"),
         },
     };
-    let mut last = None;
+    // The daemon has the first of its own.
+    let held = daemon.and_then(|daemon| held_by(daemon, process));
+    let (mut last, mut is_held) = (None, held.is_some());
     for path in paths {
-        let mut client = match kind(&path, named, config.sockets) {
+        let kind = kind(&path, named, config.sockets);
+        if kind == SocketKind::Own && std::mem::take(&mut is_held) {
+            continue;
+        }
+        let mut client = match kind {
             SocketKind::Shared => Client::shared(path, process.id.pid),
             SocketKind::Others if Manager::of(&path).is_some() => {
                 last = Some(format!("{} is its manager's", path.display()));
@@ -268,7 +334,7 @@ fn connect(config: &Config, process: &QemuProcess) -> Result<Client> {
             Err(e) => last = Some(e.to_string()),
         }
     }
-    bail!("{}", last.unwrap_or_else(|| "it has no QMP socket".into()))
+    bail!("{}", held.or(last).unwrap_or_else(|| "it has no QMP socket".into()))
 }
 
 /// Why a domain's RAM cannot be opened or closed, and what to do.
@@ -283,7 +349,8 @@ fn of_domain(domain: &str) -> String {
 
 pub(super) fn off_all(config: &Config) -> Result<bool> {
     let root = Root::default();
-    if steered(config)?.is_some() {
+    let is_steered = running(config)?.is_some_and(|state| steers(&state));
+    if is_steered {
         let wish = MergeWish { vm: None, on: false };
         daemon_client::post(&config.socket, "/v1/merge", &serde_json::to_string(&wish)?)?;
         emit("the daemon merges nothing until `ebb merge on VM` or its restart\n")?;
@@ -296,8 +363,9 @@ pub(super) fn off_all(config: &Config) -> Result<bool> {
     let begun = Instant::now();
     let freed = ksm::unmerge(&root)?;
     let seconds = begun.elapsed().as_secs_f64();
+    let until = if is_steered { String::new() } else { format!(" until {RUN}") };
     emit(&format!(
-        "KSM is stopped; {freed} that were merged are private again ({seconds:.1} s)\n"
+        "KSM is stopped{until}; every merge is broken, they had saved {freed} ({seconds:.1} s)\n"
     ))?;
     Ok(freed > Bytes::ZERO)
 }
@@ -333,6 +401,40 @@ mod tests {
     }
 
     #[test]
+    fn a_socket_that_the_daemon_keeps_is_not_queued_at_and_the_reason_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("web-ebb.qmp");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let mut process = QemuProcess::plain(VmId { pid: 7, start: 1 }, "web".into());
+        process.args.qmp = QmpAddress::Paths(vec![path]);
+        let said = |dry: bool| {
+            let text = format!(
+                r#"{{"daemon": {{"dry_run": {dry}}}, "host": {{"merge": {{"mode": "report"}}}},
+                     "vms": [{{"name": "web", "pid": 7, "link": {{"state": "up"}}}}]}}"#
+            );
+            let state = serde_json::from_str(&text).unwrap();
+            connect(&Config::default(), &process, Some(&state)).err().unwrap().to_string()
+        };
+        assert!(said(false).contains("with mode = \"on\" it does this itself"), "{}", said(false));
+        assert!(said(true).ends_with("in its dry run: end that first"), "{}", said(true));
+        assert!(listener.accept().is_err(), "nobody waits there");
+    }
+
+    #[test]
+    fn who_is_opened_is_told_that_ksmd_rests() {
+        let text =
+            r#"{"host": {"merge": {"mode": "on", "why": "ksmd rests: web cannot be closed"}}}"#;
+        let file = "[vm.db]\nmerge = false\n";
+        let config = Config::parse("f", file).unwrap();
+        let said = |on| done(&serde_json::from_str(text).unwrap(), &config, &["db".into()], on);
+        let expected = "db: open to KSM\ndb: against merge = false, until the daemon starts again\n\
+                        the daemon: ksmd rests: web cannot be closed\n";
+        assert_eq!(said(true), expected);
+        assert_eq!(said(false), "db: out of KSM, nothing of it is merged\n");
+    }
+
+    #[test]
     fn a_name_that_no_vm_has_is_told_before_anything_else() {
         let found = Found { target: None, mergeable: Bytes::mib(1), refused: None };
         let open = Known {
@@ -344,7 +446,7 @@ mod tests {
             why: None,
         };
         let all = [open];
-        let said = |name: &str| may_open(&Config::default(), &all, &[name.into()], false);
+        let said = |name: &str| may_open(&Config::default(), &all, &[name.into()], false, None);
         assert_eq!(said("tpyo").unwrap_err().to_string(), "no VM tpyo; there are: web");
         said("web").unwrap();
     }
