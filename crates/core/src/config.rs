@@ -391,6 +391,33 @@ mod tests {
     }
 
     #[test]
+    fn a_socket_that_could_not_be_used_is_a_mistake_of_the_file() {
+        let said = |lines: &str| {
+            let text = format!("[daemon]\nstate_file = \"/run/x/state\"\n{lines}\n");
+            Config::parse("f", &text).map_err(|e| e.to_string())
+        };
+        let long = format!("socket = \"/{}\"", "a".repeat(107));
+        for (lines, words) in [
+            (
+                "socket = \"/run//x/state\"",
+                "f:3: daemon.socket: /run//x/state is also daemon.state_file",
+            ),
+            ("socket = \"/run/x/ksm.json\"", "a file that Ebb makes beside daemon.state_file"),
+            ("socket = \"/run/x/state.lock\"", "a file that Ebb makes beside daemon.state_file"),
+            (
+                "socket = \"/run/q\"\n[vm.a]\nqmp = \"/run/q\"",
+                "f:3: daemon.socket: /run/q is also the qmp",
+            ),
+            (&long, "has 108 bytes: the path of a socket has at most 107"),
+        ] {
+            let error = said(lines).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+        said(&long.replace("aa\"", "a\"")).unwrap();
+        said("socket = \"/run/y/ksm.json\"").unwrap();
+    }
+
+    #[test]
     fn of_listed_vms_only_those_with_a_section_are_managed() {
         let config = Config::parse("f", "[host]\nvms = \"listed\"\n[vm.a]\n").unwrap();
         let its = Metadata::Says(Overrides { manage: Some(true), ..Overrides::default() });

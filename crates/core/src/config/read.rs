@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
 
 use serde::Deserialize;
 use toml::Spanned;
@@ -286,10 +287,25 @@ fn path(path: String) -> Result<String, String> {
     }
 }
 
-fn state_file(file: String) -> Result<String, String> {
+/// Whether Ebb makes files of such names beside its state file.
+fn is_own_name(file: &str) -> bool {
     let own = [KSM_NOTE, INTERVALS, HANDS_OFF, HANDED_OVER];
     let name = file.rsplit('/').next().unwrap_or_default();
-    match file.ends_with(".lock") || file.ends_with(".new") || own.contains(&name) {
+    name.ends_with(".lock") || name.ends_with(".new") || own.contains(&name)
+}
+
+/// The longest path of a socket: `sun_path`, less its end.
+const SOCKET_MOST: usize = 107;
+
+fn socket(file: String) -> Result<String, String> {
+    match file.len() {
+        0..=SOCKET_MOST => path(file),
+        n => Err(format!("“{file}” has {n} bytes: the path of a socket has at most {SOCKET_MOST}")),
+    }
+}
+
+fn state_file(file: String) -> Result<String, String> {
+    match is_own_name(&file) {
         true => Err(format!("“{file}” is named like the files that Ebb makes beside it")),
         false => path(file),
     }
@@ -379,9 +395,21 @@ impl Checker<'_> {
             // A VM without a section that is still owed memory is given it back.
             (c.defaults.manage, c.defaults.own.manage) = (false, Some(false));
         }
-        self.set(&mut c.socket, "daemon.socket", daemon.socket, path)?;
+        let span = daemon.socket.as_ref().map(Spanned::span);
+        self.set(&mut c.socket, "daemon.socket", daemon.socket, socket)?;
         c.listen = self.read("daemon.listen", daemon.listen, listen)?;
         self.set(&mut c.state_file, "daemon.state_file", daemon.state_file, state_file)?;
+        let [socket, state] = [&c.socket, &c.state_file].map(Path::new);
+        let is_beside = socket.parent() == state.parent() && is_own_name(&c.socket);
+        if socket == state || is_beside {
+            let whose = if is_beside { "a file that Ebb makes beside" } else { "also" };
+            let message = format!("{} is {whose} daemon.state_file: they need two names", c.socket);
+            return Err(self.fail(span, "daemon.socket", message));
+        }
+        if c.vms.values().any(|vm| vm.qmp.as_deref().map(Path::new) == Some(socket)) {
+            let message = format!("{} is also the qmp of a VM: Ebb needs one of its own", c.socket);
+            return Err(self.fail(span, "daemon.socket", message));
+        }
         c.pool = self.read("host.cgroup", host.cgroup, path)?;
         self.set(&mut c.sockets, "host.sockets", host.sockets, |word| one_of(&word, SOCKETS))?;
         c.libvirt = host.libvirt.unwrap_or(c.libvirt);
