@@ -6,8 +6,9 @@
 CARGO ?= cargo
 # All of it at once: with fewer packages others' features, and a second build.
 BUILD := $(CARGO) build --release --quiet
-# Where what is installed was built.
-BUILT ?= target/release
+# Where what is installed and run is built.
+BUILT ?= $(or $(CARGO_TARGET_DIR),target)/release
+TARGET_DIR = --target-dir $(BUILT:/release=)
 STATIC := x86_64-unknown-linux-gnu
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
 SHARE = $(DESTDIR)/usr/share
@@ -130,11 +131,11 @@ soak: target/.setup ## hours: stress for ten minutes a kernel, a hundred resets,
 
 bench: ## what a tick costs and how Ebb compares with others, on synthetic guests
 	@$(CARGO) bench --quiet -p ebb-core --bench tick
-	@$(BUILD)
-	@./target/release/ebb-sim --vms 200
-	@./target/release/ebb-sim --vms 1000 --seconds 120
-	@./target/release/ebb-sim --hosts 1000 --vms 10 --seconds 60
-	@./target/release/ebb-sim --compare --markdown docs/comparison.md --commit "$$(git describe --always --dirty)"
+	@$(BUILD) $(TARGET_DIR)
+	@$(BUILT)/ebb-sim --vms 200
+	@$(BUILT)/ebb-sim --vms 1000 --seconds 120
+	@$(BUILT)/ebb-sim --hosts 1000 --vms 10 --seconds 60
+	@$(BUILT)/ebb-sim --compare --markdown docs/comparison.md --commit "$$(git describe --always --dirty)"
 
 report: target/.setup ## most figures of README and docs/experiments.md measured again, into target/lab
 	@$(BUILD)
@@ -149,7 +150,7 @@ fuzz: ## every fuzz target for a minute
 	@cd fuzz && for t in $$(cargo fuzz list); do cargo fuzz run -s none $$t -- -max_total_time=60 || exit 1; done
 
 install: ## binary, agent, units, manual, completions and documents below $(DESTDIR)/usr
-	$(CARGO) build --release -p ebb -p ebb-vmm
+	$(CARGO) build --release -p ebb -p ebb-vmm $(TARGET_DIR)
 	install -D -m 0755 $(BUILT)/ebb $(DESTDIR)/usr/sbin/ebb
 	install -D -m 0755 $(BUILT)/libebb_vmm.so $(DESTDIR)/usr/lib/ebb/libebb_vmm.so
 	install -d $(SHARE)/doc/ebb/docs $(addprefix $(SHARE)/,$(dir $(COMPLETIONS)))
