@@ -162,12 +162,46 @@ fn within_limits(vm: &VmModel, verdict: Verdict) -> Result<Action, String> {
         other => return Err(other.why().to_string()),
     }
     let to = if gives { to.min(vm.ram.unwrap_or(to)) } else { to.max(vm.floor).min(actual) };
+    if to == actual && !order {
+        return Err(match vm.guest.filter(|_| actual > vm.ceiling) {
+            Some(guest) => format!(
+                "above its max of {}: its guest needs {} and a buffer of {}",
+                vm.ceiling, guest.need, guest.buffer
+            ),
+            None => "it is where it should be".into(),
+        });
+    }
     let small = to.abs_diff(actual) < DEADBAND && to != vm.ceiling && to != vm.whole;
     if small && !order && reason != Reason::Returned {
         return Err(format!("a change of {} is too small to make", to.abs_diff(actual)));
     }
-    if to == actual && !order {
-        return Err("it is where it should be".into());
-    }
     Ok(Action { vm: vm.id, name: vm.name.clone(), from: actual, to, reason })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::GuestModel;
+
+    #[test]
+    fn a_max_that_cannot_be_kept_is_told_and_no_change_of_nothing() {
+        let actual = Bytes::mib(213);
+        let guest =
+            GuestModel { need: Bytes::mib(81), buffer: Bytes::mib(128), ..Default::default() };
+        let said = |ceiling| {
+            let vm = VmModel {
+                actual: Some(actual),
+                ram: Some(Bytes::gib(1)),
+                ceiling,
+                guest: Some(guest),
+                standing: Standing::Ready,
+                ..VmModel::default()
+            };
+            within_limits(&vm, Verdict::Set { to: actual, reason: Reason::AboveCeiling })
+                .unwrap_err()
+        };
+        let why = "above its max of 64 MiB: its guest needs 81 MiB and a buffer of 128 MiB";
+        assert_eq!(said(Bytes::mib(64)), why);
+        assert_eq!(said(Bytes::gib(1)), "it is where it should be");
+    }
 }
