@@ -108,8 +108,8 @@ impl fmt::Display for Bytes {
 
 /// What was wrong with a size given as text.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("“{0}” is not a size: write a number and a unit, as in 512MiB, 1.5GiB or 1073741824")]
-pub struct NotASize(String);
+#[error("“{0}” is not a size: {1}")]
+pub struct NotASize(String, &'static str);
 
 impl FromStr for Bytes {
     type Err = NotASize;
@@ -117,7 +117,9 @@ impl FromStr for Bytes {
     /// Accepts a plain number of bytes, or a number with `KiB`, `MiB`, `GiB`,
     /// `TiB` (or their first letter alone), in any case, with or without a blank.
     fn from_str(text: &str) -> Result<Bytes, NotASize> {
-        let bad = || NotASize(text.chars().take(40).collect());
+        let no = |why| NotASize(text.chars().take(40).collect(), why);
+        let bad = || no("write a number and a unit, as in 512MiB, 1.5GiB or 1073741824");
+        let large = || no("it is too large");
         let t = text.trim();
         let split = t.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(t.len());
         let (number, unit) = t.split_at(split);
@@ -130,14 +132,14 @@ impl FromStr for Bytes {
             _ => return Err(bad()),
         };
         if let Ok(whole) = number.parse::<u64>() {
-            return whole.checked_mul(factor).map(Bytes).ok_or_else(bad);
+            return whole.checked_mul(factor).map(Bytes).ok_or_else(large);
         }
         let value: f64 = number.parse().map_err(|_| bad())?;
         let bytes = value * factor as f64;
         if bytes.is_finite() && bytes >= 0.0 && bytes < u64::MAX as f64 {
             Ok(Bytes(bytes as u64))
         } else {
-            Err(bad())
+            Err(if value > 0.0 { large() } else { bad() })
         }
     }
 }

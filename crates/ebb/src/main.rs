@@ -363,11 +363,16 @@ fn load(path: Option<&str>) -> Result<Option<Config>> {
 /// A configuration file, of 1 MiB at most.
 fn read(file: &str) -> std::io::Result<String> {
     const MOST: u64 = 1 << 20;
-    let mut text = String::new();
-    match std::fs::File::open(file)?.take(MOST + 1).read_to_string(&mut text)? as u64 > MOST {
-        true => Err(std::io::Error::other("it is larger than 1 MiB")),
-        false => Ok(text),
+    let mut bytes = Vec::new();
+    let length = std::fs::File::open(file)?.take(MOST + 1).read_to_end(&mut bytes)?;
+    if length as u64 > MOST {
+        return Err(std::io::Error::other("it is larger than 1 MiB"));
     }
+    String::from_utf8(bytes).map_err(|e| {
+        let before = &e.as_bytes()[..e.utf8_error().valid_up_to()];
+        let line = before.iter().filter(|b| **b == b'\n').count() + 1;
+        std::io::Error::other(format!("line {line} is not UTF-8"))
+    })
 }
 
 #[cfg(test)]
@@ -377,6 +382,15 @@ mod tests {
     #[test]
     fn flags_are_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_configuration_is_of_text_and_not_without_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("f").display().to_string();
+        std::fs::write(&file, b"[vm.a]\n# \xe4\n").unwrap();
+        assert_eq!(read(&file).unwrap_err().to_string(), "line 2 is not UTF-8");
+        assert_eq!(read("/dev/zero").unwrap_err().to_string(), "it is larger than 1 MiB");
     }
 
     #[test]

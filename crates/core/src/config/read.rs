@@ -13,9 +13,16 @@ use crate::units::NotASize;
 pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
     let check = Checker { file, text };
     let raw: RawConfig = toml::from_str(text).map_err(|e| {
-        let mut message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
+        let message = e.message().split_whitespace().collect::<Vec<_>>().join(" ");
+        let mut message = in_words(message);
         let field = e.span().map(|s| key_at(text, s.start)).unwrap_or_default();
-        if lacks_quotes(&field) {
+        if field.starts_with("[[") {
+            message = "a section has one bracket on each side, as in [vm.web]".into();
+        } else if field.starts_with('[') && message.starts_with("duplicate") {
+            let first = text.lines().position(|line| line.trim() == field);
+            let first = first.map_or(String::new(), |n| format!(": it begins in line {}", n + 1));
+            message = format!("this section is here twice{first}");
+        } else if lacks_quotes(&field) {
             message += ". A name with other characters than letters, digits, - and _ needs \
                         quotes, as in [vm.\"web.example.org\"]";
         }
@@ -51,13 +58,52 @@ fn line_of(text: &str, offset: usize) -> usize {
     text.bytes().take(offset).filter(|b| *b == b'\n').count() + 1
 }
 
-/// The key on the line at `offset`: what a person would call the field.
+/// What serde says, for people, with the key that was meant, most likely.
+fn in_words(mut message: String) -> String {
+    for (rust, words) in [
+        ("expected f64", "expected a number"),
+        ("expected a string", "expected text in quotes"),
+        ("expected a boolean", "expected true or false"),
+        ("expected a sequence", "expected a list, as in [\"a\", \"b\"]"),
+        ("expected a map", "expected a section"),
+        ("expected struct RawVm", "expected a section, as in [vm.web]"),
+        ("expected struct Raw", "expected a section, not "),
+    ] {
+        message = message.replace(rust, words);
+    }
+    let mut keys = message.split('`').skip(1).step_by(2);
+    let meant = keys.next().and_then(|said| keys.find(|key| distance(said, key) <= 2));
+    match meant.map(str::to_owned).filter(|_| message.starts_with("unknown field")) {
+        Some(key) => format!("{message}; did you mean {key}?"),
+        None => message,
+    }
+}
+
+/// How many letters are to be added, left out or changed to make one word the other (Levenshtein).
+fn distance(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut before = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.bytes().enumerate() {
+            let changed = before + usize::from(x != y);
+            before = row[j + 1];
+            row[j + 1] = changed.min(before + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// The key on the line at `offset`, with its section: what a person would call the field.
 fn key_at(text: &str, offset: usize) -> String {
     let offset =
         (0..=offset.min(text.len())).rev().find(|o| text.is_char_boundary(*o)).unwrap_or(0);
     let start = text[..offset].rfind('\n').map_or(0, |n| n + 1);
     let line = text[start..].lines().next().unwrap_or("");
-    line.split('=').next().unwrap_or("").trim().chars().take(60).collect()
+    let key = line.split('=').next().unwrap_or("").trim();
+    let header = |line: &str| Some(line.trim().strip_prefix('[')?.split(']').next()?.to_owned());
+    let section = text[..start].lines().rev().find_map(header);
+    let dotted = section.filter(|_| !key.starts_with('[')).map_or("".into(), |s| s + ".");
+    (dotted + key).chars().take(60).collect()
 }
 
 #[derive(Deserialize, Default)]
