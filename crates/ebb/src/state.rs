@@ -89,7 +89,7 @@ impl StateFile {
         };
         serde_json::from_str(&text).map(Some).with_context(|| {
             format!(
-                "{} is damaged: VMs may still be ballooned; `ebb run --dry-run` with `ebb status` \
+                "{} is damaged, or is no state file: VMs may still be ballooned; `ebb run --dry-run` with `ebb status` \
                  shows their sizes; give them their memory (`virsh setmem NAME SIZE --live`, or \
                  QMP `balloon`), then remove the file",
                 self.path.display()
@@ -121,8 +121,8 @@ fn lock(path: &Path) -> Result<File> {
     let lock = durable::lock(&path);
     lock.with_context(|| format!("cannot create {}", path.display()))?.with_context(|| {
         format!(
-            "another ebb holds {}: stop it first, or give this one a folder of its own \
-             (daemon.state_file, daemon.socket)",
+            "another ebb holds {}: stop it first, and it gives back what it owes; a second daemon \
+             needs a daemon.state_file and a daemon.socket of its own",
             path.display()
         )
     })
