@@ -204,7 +204,7 @@ impl MemoryLimits {
         });
         if let (None, Some(path)) = (&pool, &self.configured) {
             let why = "no such memory cgroup, or it has no limit: only other limits count";
-            problems.push(problem(None, path.clone(), why.into()));
+            problems.push(problem(None, "host.cgroup".into(), format!("{path}: {why}")));
         }
         let others = self.others.clone();
         let read = |path: &str| h.as_ref().map_or(Ok(None), |h| cgroup::read_usage(root, h, path));

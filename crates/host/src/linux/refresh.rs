@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use std::time::Instant;
 
-use ebb_core::config::{Metadata, VmSettings};
+use ebb_core::config::{Metadata, VmSettings, by_uuid};
 use ebb_core::sample::{Claim, Problem, VmId};
 
 use super::{KEPT_OPEN, LinuxHost, RAM_FILES_EVERY, RAM_FILES_LOOKS, access};
@@ -117,7 +117,17 @@ impl LinuxHost {
             self.named.remove(&name);
             match self.bind(name.clone(), path.clone()) {
                 Ok(id) => drop(self.named.insert(name, id)),
-                Err(why) => problems.push(problem(None, path.display().to_string(), why)),
+                Err(why) => {
+                    let meant = |vm: &&Vm| {
+                        let by_uuid = vm.process.args.uuid.as_deref().map(by_uuid);
+                        vm.process.given == name || by_uuid.as_ref() == Some(&name)
+                    };
+                    let vm = self.vms.values().find(meant).map(|vm| vm.process.id);
+                    // Errors of a socket begin with its path.
+                    let path = path.display().to_string();
+                    let why = if why.starts_with(&path) { why } else { format!("{path}: {why}") };
+                    problems.push(problem(vm, format!("[vm.{name}] qmp"), why));
+                }
             }
         }
     }

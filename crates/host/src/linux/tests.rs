@@ -29,7 +29,7 @@ fn an_empty_machine_is_a_sample_of_unknowns() {
     let sample = host.sample();
     assert_eq!((sample.host, sample.vms), (HostSample::default(), vec![]));
     let sources: Vec<&str> = sample.problems.iter().map(|p| p.source.as_str()).collect();
-    assert_eq!(sources, ["/x"]);
+    assert_eq!(sources, ["host.cgroup"]);
 }
 
 /// A kernel without PSI gives no trigger: there cgroup v1's notifications tell the pool's pressure.
@@ -138,6 +138,20 @@ fn a_section_that_names_a_socket_holds_before_qemu_listens_and_where_it_excludes
             host.scanned = None;
         }
     }
+}
+
+#[test]
+fn a_socket_of_a_section_that_is_not_there_is_told_of_its_vm_and_its_setting() {
+    let tree = tree(&[]);
+    let socket = tree.path("/nosuch.qmp").display().to_string();
+    tree.vm(10, 7, "-name\0a");
+    let mut host = host(&tree, configured(&format!("[vm.a]\nqmp = \"{socket}\"\n")));
+    host.sample();
+    host.scanned = None;
+    let problems = host.sample().problems;
+    let of_it = problems.iter().find(|p| p.source == "[vm.a] qmp").unwrap();
+    assert_eq!(of_it.vm, Some(VM));
+    assert!(of_it.message.starts_with(&format!("{socket}: no such socket")), "{of_it:?}");
 }
 
 /// Since Linux 6.16 `ksm_stat` waits for the process's mmap lock. Here the files are pipes that
