@@ -273,7 +273,8 @@ fn open_socket(path: &Path) -> Result<OwnedFd, QmpError> {
     sockets::connect(path).map_err(|e| {
         let why = match e {
             Errno::AGAIN => {
-                return QmpError::Taken(named, "the queue of waiting clients is full".into());
+                let why = "its queue of waiting clients is full: QEMU hangs, or another is served";
+                return QmpError::Taken(named, why.into());
             }
             Errno::NOENT => "no such socket: the VM has ended, or its -qmp path is another one",
             Errno::CONNREFUSED => {

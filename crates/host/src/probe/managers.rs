@@ -129,7 +129,7 @@ pub fn proxmox_balloon(root: &Root, id: &str) -> Option<ProxmoxBalloon> {
     })
 }
 
-pub(super) fn is_ebbs(path: &Path) -> bool {
+pub(crate) fn is_ebbs(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().contains("ebb"))
 }
 

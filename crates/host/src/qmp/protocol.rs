@@ -8,10 +8,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Display;
+use std::path::Path;
 
 use serde_json::Value;
 
 use super::message::{Cut, Cutter, Event, Message, encode, excerpt, parse_message};
+use crate::probe::managers::is_ebbs;
 
 /// Longest message accepted, bytes. The longest real one, `query-qmp-schema`,
 /// is about 250 KB.
@@ -32,8 +34,7 @@ pub const MAX_OUTBOX: usize = 1 << 20;
 pub enum QmpError {
     /// QEMU serves one client at a time and this is not it; what was seen.
     #[error(
-        "{0}: QEMU serves one client per QMP socket and does not serve us: {1}; \
-         give Ebb a socket of its own (a second -qmp unix:/run/NAME-ebb.qmp,server=on,wait=off)"
+        "{0}: QEMU serves one client per QMP socket and does not serve us: {1}{how}", how = own_socket(.0)
     )]
     Taken(String, String),
     /// The socket is shared, and nothing was sent: QEMU did not serve Ebb, and why.
@@ -50,6 +51,17 @@ pub enum QmpError {
     /// Anything else. Without an answer in time, or with too much under way, the connection stays.
     #[error("{0}: {1}")]
     Failed(String, String),
+}
+
+/// What to do where others use this socket; it is no remedy for one that only Ebb is to use.
+fn own_socket(path: &str) -> &'static str {
+    match is_ebbs(Path::new(path)) {
+        true => "",
+        false => {
+            "; give Ebb a socket of its own (a second -qmp \
+             unix:/run/NAME-ebb.qmp,server=on,wait=off)"
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -381,6 +393,13 @@ impl Protocol {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_socket_of_ebbs_own_is_not_told_to_be_given() {
+        let said = |path: &str| QmpError::Taken(path.into(), "no greeting".into()).to_string();
+        assert!(said("/run/a.qmp").contains("give Ebb a socket of its own"));
+        assert!(said("/run/a-ebb.qmp").ends_with("does not serve us: no greeting"));
+    }
 
     proptest! {
         #[test]
