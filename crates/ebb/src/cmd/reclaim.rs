@@ -16,6 +16,8 @@ use crate::view::State;
 const QUIET: Duration = Duration::from_millis(2500);
 /// A wish for everything is said again this often, at first.
 const AGAIN: Duration = Duration::from_millis(300);
+/// VMs of which it is said why nothing was taken.
+const REASONS: usize = 5;
 /// It is over then in any case.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -75,8 +77,8 @@ pub fn main(socket: &str, request: Reclaim, json: bool) -> Result<bool> {
     }
     let before = Measured::of(&state, &request);
     daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(&request)?)?;
-    let came = watch(socket, &request, before)?;
-    emit_as(json, &came, || Ok(text(&came)))?;
+    let (came, state) = watch(socket, &request, before)?;
+    emit_as(json, &came, || Ok(text(&came, &reasons(&state, &request))))?;
     Ok(came.taken() > Bytes::ZERO)
 }
 
@@ -105,9 +107,11 @@ fn fresh(socket: &str) -> Result<State> {
     }
 }
 
-fn watch(socket: &str, request: &Reclaim, before: Measured) -> Result<Measured> {
+/// What has changed when nothing moves any more, and the last state.
+fn watch(socket: &str, request: &Reclaim, before: Measured) -> Result<(Measured, State)> {
     let began = Instant::now();
     let (mut last, mut moved) = (before, began);
+    let mut state = State::default();
     let mut again = AGAIN;
     while moved.elapsed() < QUIET && began.elapsed() < PATIENCE {
         std::thread::sleep(Duration::from_millis(100));
@@ -119,13 +123,13 @@ fn watch(socket: &str, request: &Reclaim, before: Measured) -> Result<Measured> 
             let _ = daemon_client::post(socket, "/v1/reclaim", &serde_json::to_string(request)?);
         }
         let until = began + PATIENCE;
-        let now =
-            Measured::of(&daemon_client::get_json_until(socket, "/v1/state", until)?, request);
+        state = daemon_client::get_json_until(socket, "/v1/state", until)?;
+        let now = Measured::of(&state, request);
         if now.moved(&last) {
             (last, moved) = (now, Instant::now());
         }
     }
-    Ok(Measured {
+    let came = Measured {
         resident: before.resident - last.resident,
         host_free: last.host_free - before.host_free,
         pool: before.pool.zip(last.pool).map(|(b, l)| b - l),
@@ -133,12 +137,19 @@ fn watch(socket: &str, request: &Reclaim, before: Measured) -> Result<Measured> 
         ballooned: last.ballooned - before.ballooned,
         zeros: last.zeros - before.zeros,
         seconds: moved.duration_since(began).as_secs_f64(),
-    })
+    };
+    Ok((came, state))
 }
 
-fn text(c: &Measured) -> String {
+/// Why the VMs that are meant keep what they have, of the first few.
+fn reasons(state: &State, request: &Reclaim) -> String {
+    let meant = state.vms.iter().filter(|v| request.means(&v.name) && !v.verdict.is_empty());
+    meant.take(REASONS).map(|v| format!("  {}: {}\n", v.name, v.verdict)).collect()
+}
+
+fn text(c: &Measured, reasons: &str) -> String {
     if c.taken() == Bytes::ZERO {
-        return "nothing was taken: `ebb status` and `ebb explain VM` say why\n".into();
+        return format!("nothing was taken; `ebb explain VM` says more\n{reasons}");
     }
     let pool = c.pool.map_or(String::new(), |p| format!(", cgroup usage fell by {p}"));
     let zeros = c.zeros.if_any(|zeros| format!(", {zeros} of zeros freed"));
@@ -171,11 +182,25 @@ mod tests {
     }
 
     #[test]
+    fn where_nothing_was_taken_it_is_said_of_whom_and_why() {
+        let text_of = r#"{"vms": [{"name": "a", "verdict": "hands off for 60 s more"},
+            {"name": "b", "verdict": "it has no balloon"}]}"#;
+        let state: State = serde_json::from_str(text_of).unwrap();
+        let said = |vm: Option<&str>| {
+            let request = Reclaim { vm: vm.map(Into::into), bytes: None };
+            text(&Measured::default(), &reasons(&state, &request))
+        };
+        let first = "nothing was taken; `ebb explain VM` says more\n";
+        assert_eq!(said(Some("b")), format!("{first}  b: it has no balloon\n"));
+        assert_eq!(said(None).lines().count(), 3);
+    }
+
+    #[test]
     fn zero_pages_that_were_freed_are_something_that_was_taken() {
         let nothing = Measured::default();
-        assert!(text(&nothing).starts_with("nothing was taken") && nothing.taken() == Bytes::ZERO);
+        assert_eq!(nothing.taken(), Bytes::ZERO);
         let zeros = Measured { zeros: Bytes::mib(7), ..Measured::default() };
-        let said = text(&zeros);
+        let said = text(&zeros, "");
         assert!(
             said.starts_with("0 B recycled, 0 B ballooned, 7 MiB of zeros freed in "),
             "{said}"
