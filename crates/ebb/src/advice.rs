@@ -6,7 +6,7 @@ use ebb_core::model::HostModel;
 use ebb_core::sample::VmSample;
 
 /// Names listed in one line; the rest is counted.
-const NAMES: usize = 10;
+pub const NAMES: usize = 10;
 
 /// How an argument of QEMU's gets into a domain's description.
 pub fn in_description(option: &str, value: &str) -> String {

@@ -20,7 +20,8 @@ use ebb_core::state::Memory;
 use ebb_core::tick::Tick;
 use ebb_host::libvirt::metadata::METADATA;
 use ebb_host::linux::{LinuxHost, Options};
-use ebb_host::probe::discovery::discover;
+use ebb_host::probe::discovery::{Scan, discover};
+use ebb_host::probe::qemu::QemuProcess;
 use ebb_host::probe::zfs::read_arcstats;
 use ebb_host::root::Root;
 use serde::Serialize;
@@ -99,7 +100,8 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
     let root = Root::default();
     let scan = discover(&root, &trust(config)).unwrap_or_default();
     let mut checks = Vec::new();
-    let state: State = if daemon_client::is_up(&config.socket) {
+    let is_up = daemon_client::is_up(&config.socket);
+    let state: State = if is_up {
         let found = format!("answers on {}", config.socket);
         checks.push(check("host", "daemon", Grade::Good, found, ""));
         daemon_client::get_json(&config.socket, "/v1/state")?
@@ -121,11 +123,7 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
     checks.extend(khugepaged_checks(host, config, &root));
     checks.extend(zeros_check(config, &root));
     if state.vms.is_empty() {
-        let advice = "start one: domains of libvirt need no socket, others -qmp \
-                      unix:/run/NAME-ebb.qmp,server=on,wait=off; or see `trust` below, or add a \
-                      [vm.NAME] section where host.vms = \"listed\"";
-        let found = "none that Ebb may manage was found";
-        checks.push(check("host", "VMs", Grade::Missing, found, advice));
+        checks.push(no_vms(config, &scan));
     }
     checks.extend(scan.refused.iter().map(|(pid, why)| {
         let found = format!("process {pid} is not taken for a VM");
@@ -133,12 +131,39 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
     }));
     for vm in &state.vms {
         let process = scan.found.iter().find(|p| p.id.pid == vm.pid);
-        checks.extend(vm_checks(vm, process));
+        checks.extend(vm_checks(vm, process, is_up && !state.daemon.dry_run));
         checks.extend(proxmox_check(vm, process, &root));
         checks.extend(backing_check(vm, &root));
     }
     checks.extend(state.problems.iter().map(problem_check));
     Ok(grouped(checks))
+}
+
+/// Why there is no VM to show.
+fn no_vms(config: &Config, scan: &Scan) -> Check {
+    let of = |grade, found: String, advice: &str| check("host", "VMs", grade, found, advice);
+    if let (true, Some(why)) = (scan.found.is_empty(), scan.unread()) {
+        return of(Grade::Bad, format!("processes cannot be read: {why}"), "run this as root");
+    }
+    let has_none = |p: &&QemuProcess| config.section(&p.given, p.args.uuid.as_deref()).is_none();
+    let unlisted: Vec<&str> =
+        scan.found.iter().filter(has_none).map(|p| p.given.as_str()).take(advice::NAMES).collect();
+    if config.listed_only && !unlisted.is_empty() {
+        let found = format!("host.vms = \"listed\", and no section for {}", unlisted.join(", "));
+        return of(Grade::Missing, found, &format!("add [vm.{}]", in_section(unlisted[0])));
+    }
+    let trust = if scan.refused.is_empty() { "" } else { "; or see `trust`" };
+    let advice = format!(
+        "start one: domains of libvirt need no socket, others -qmp \
+         unix:/run/NAME-ebb.qmp,server=on,wait=off{trust}"
+    );
+    of(Grade::Missing, "none that Ebb may manage was found".into(), &advice)
+}
+
+/// A name as TOML takes it in a header.
+fn in_section(name: &str) -> String {
+    let bare = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
+    if !name.is_empty() && name.chars().all(bare) { name.into() } else { format!("{name:?}") }
 }
 
 /// All about one thing stands together, in the order in which things are first named.
@@ -149,7 +174,8 @@ fn grouped(mut checks: Vec<Check>) -> Vec<Check> {
 }
 
 fn problem_check(p: &Problem) -> Check {
-    let is_settings = p.source == METADATA;
+    let of_settings = [METADATA, "host.", "[vm."];
+    let is_settings = of_settings.iter().any(|setting| p.source.starts_with(setting));
     let grade = if is_settings { Grade::Missing } else { Grade::Note };
     check(p.name.as_deref().unwrap_or("host"), &p.source, grade, &p.message, "")
 }
@@ -184,7 +210,7 @@ pub fn of_sample(sample: Sample) -> String {
     let zfs = sample.host.zfs_arc;
     let state = state_of(&Config::default(), sample);
     let mut checks = host_checks(&state.host, zfs);
-    checks.extend(state.vms.iter().flat_map(|vm| vm_checks(vm, None)));
+    checks.extend(state.vms.iter().flat_map(|vm| vm_checks(vm, None, true)));
     text(&checks)
 }
 
@@ -215,14 +241,13 @@ mod tests {
     use ebb_core::sample::{AgentSample, HostSample, Link, VmSample};
     use ebb_core::units::Bytes;
     use ebb_core::wire::AgentState;
-    use ebb_host::probe::qemu::QemuProcess;
 
     use super::*;
     use crate::view::Vm;
 
     pub(super) fn said(vm: &Vm, process: Option<&QemuProcess>) -> String {
         let line = |c: Check| format!("{}: {}: {}\n", c.what, c.found, c.advice);
-        vm_checks(vm, process).into_iter().map(line).collect()
+        vm_checks(vm, process, true).into_iter().map(line).collect()
     }
 
     /// A tree of files that stands for `/`, for as long as the directory is kept.
@@ -262,6 +287,25 @@ mod tests {
         assert!(text(Some(false)).contains("deflate-on-oom: off"), "{}", text(Some(false)));
         assert!(!text(Some(true)).contains("deflate-on-oom: off"));
         assert!(!text(None).contains("deflate-on-oom: off"), "not known is not off");
+    }
+
+    #[test]
+    fn a_host_without_vms_is_told_why_it_has_none() {
+        let listed = Config::parse("f", "[host]\nvms = \"listed\"\n[vm.b]\n").unwrap();
+        let of = |name: &str| QemuProcess::plain(Default::default(), name.into());
+        let said = |found: &[&str], problems: &[(&str, &str)]| {
+            let found = found.iter().map(|name| of(name)).collect();
+            let problems = problems.iter().map(|(a, b)| (a.to_string(), b.to_string())).collect();
+            let c = no_vms(&listed, &Scan { found, problems, ..Scan::default() });
+            (c.grade, format!("{} → {}", c.found, c.advice))
+        };
+        let denied = [("host.users", "no user"), ("/proc/7/ns/user", "Permission denied")];
+        let (grade, text) = said(&[], &denied);
+        assert!(grade == Grade::Bad && text.ends_with("Permission denied → run this as root"));
+        let (grade, text) = said(&["a.b", "b"], &denied);
+        let words = "host.vms = \"listed\", and no section for a.b → add [vm.\"a.b\"]";
+        assert_eq!((grade, text.as_str()), (Grade::Missing, words));
+        assert!(said(&[], &denied[..1]).1.starts_with("none that Ebb may manage"));
     }
 
     #[test]

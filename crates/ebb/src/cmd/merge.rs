@@ -109,7 +109,11 @@ struct Known {
 
 /// The VMs that the configuration and the command line mean.
 fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
-    let mut processes = discover(root, &trust(config))?.found;
+    let scan = discover(root, &trust(config))?;
+    if let (true, Some(why)) = (scan.found.is_empty(), scan.unread()) {
+        bail!("processes cannot be read, run this as root: {why}");
+    }
+    let mut processes = scan.found;
     processes.iter_mut().for_each(|p| name_by_socket(config, p));
     if config.listed_only {
         processes.retain(|p| config.section(&p.given, p.args.uuid.as_deref()).is_some());

@@ -63,10 +63,10 @@ pub fn text(state: &State) -> String {
             &format!("     the last {span} are recorded ({}): `ebb explain VM --at`\n", d.record);
     }
     if d.dry_run {
-        out += "     dry run: nothing is changed\n";
+        out += "     dry run: nothing is changed, and guests are asked for no statistics\n";
     }
     if state.vms.is_empty() {
-        return out + "\nno VM found; `ebb doctor` says where Ebb looks\n";
+        return out + "\nno VM found; `ebb doctor` says why\n";
     }
     let fields: Vec<_> = VM_FIELDS.iter().filter(|f| !f.title.is_empty()).collect();
     let mut head = vec!["VM", "TIER"];

@@ -37,6 +37,14 @@ pub struct Scan {
     pub problems: Vec<(String, String)>,
 }
 
+impl Scan {
+    /// Why a process could not be read, where one could not.
+    pub fn unread(&self) -> Option<String> {
+        let (file, why) = self.problems.iter().find(|(file, _)| file.starts_with("/proc"))?;
+        Some(format!("{file}: {why}"))
+    }
+}
+
 /// A process that is not trusted: told of where it is called QEMU.
 fn stranger(root: &Root, pid: u32, comm: &str, why: String) -> Program {
     let exe = root.read_link(format!("/proc/{pid}/exe")).ok().flatten();

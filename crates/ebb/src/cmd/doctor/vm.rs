@@ -22,7 +22,8 @@ const BY_LIBVIRT: &str = "libvirt domain ";
 /// What libvirt says where it demands SASL.
 const REFUSED: &str = "authentication required";
 
-pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
+/// `asked`: a daemon has its guest asked for statistics.
+pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>, asked: bool) -> Vec<Check> {
     let mut checks = Vec::new();
     let mut add = |what: &str, grade, found: &str, advice: &str| {
         checks.push(check(&vm.name, what, grade, found, advice));
@@ -41,8 +42,11 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         Link::Taken(why) => (
             Grade::Bad,
             why.clone(),
-            "QEMU serves one client at a time: give Ebb a socket of its own with a second -qmp \
-             unix:/run/NAME-ebb.qmp,server=on,wait=off",
+            // Of a socket that others use it says what to do.
+            match why.contains("-qmp unix:") {
+                true => "",
+                false => "see whether QEMU runs and answers; `ss -xp` shows who has the socket",
+            },
         ),
         Link::Down(why) if why.starts_with(BY_LIBVIRT) => {
             let advice = match why.contains(REFUSED) {
@@ -82,6 +86,10 @@ pub(super) fn vm_checks(vm: &Vm, process: Option<&QemuProcess>) -> Vec<Check> {
         let by_libvirt = process.filter(|p| matches!(p.args.qmp, QmpAddress::None { .. }));
         let unused = process.is_some_and(|p| p.args.agent.is_some()) && vm.agent.is_none();
         balloon_checks(vm, unused, by_libvirt.map(|p| p.own_name.as_str()), &mut add);
+        if vm.actual.is_some() {
+            let (grade, found, advice) = stats_check(vm, asked);
+            add("guest statistics", grade, &found, advice);
+        }
     }
     checks
 }
@@ -214,7 +222,15 @@ fn balloon_checks(
                       memory deflates it at once, so Ebb keeps 12 % of its RAM as a buffer instead of 25 %";
         add("deflate-on-oom", Grade::Missing, "off", advice);
     }
-    let (grade, found, advice) = match vm.stats_age_ms {
+}
+
+fn stats_check(vm: &Vm, asked: bool) -> (Grade, String, &'static str) {
+    let age_ms = vm.stats_age_ms.filter(|age_ms| *age_ms <= ebb_core::model::STALE_MS);
+    if age_ms.is_none() && !asked {
+        let found = vm.stats_age_ms.map_or("none".into(), |ms| format!("{} s old", ms / 1000));
+        return (Grade::Note, found, "no daemon asks for them now, and a dry run does not");
+    }
+    match vm.stats_age_ms {
         None => (
             Grade::Missing,
             "none".into(),
@@ -235,8 +251,7 @@ fn balloon_checks(
             "",
         ),
         Some(_) => (Grade::Good, "fresh".into(), ""),
-    };
-    add("guest statistics", grade, &found, advice);
+    }
 }
 
 fn agent_advice(domain: Option<&str>) -> String {
@@ -286,7 +301,7 @@ mod tests {
     use crate::cmd::doctor::tests::{ballooned, put, said, tree};
 
     fn worst(vm: &Vm) -> (Grade, String) {
-        let checks = vm_checks(vm, None);
+        let checks = vm_checks(vm, None, true);
         let worst = checks.iter().max_by_key(|c| c.grade).unwrap();
         (worst.grade, format!("{}: {}", worst.what, worst.advice))
     }
@@ -300,7 +315,7 @@ mod tests {
         let mut vm = Vm { name: "a".into(), ..Vm::default() };
         vm.link = Link::Taken("held by another client".into());
         let (grade, text) = worst(&vm);
-        assert!(grade == Grade::Bad && text.contains("second -qmp"), "{text}");
+        assert!(grade == Grade::Bad && text.contains("ss -xp"), "{text}");
         for (why, advice) in [
             ("/s: libvirt refuses: authentication required", "auth_unix_rw"),
             ("no answer within 2.0 s", "virsh list"),
@@ -310,21 +325,26 @@ mod tests {
         }
         let off = "manage = false in the configuration";
         let alone = Vm { standing: Standing::Off(off.into()), ..vm.clone() };
-        let found = vm_checks(&alone, None).remove(0);
+        let found = vm_checks(&alone, None, true).remove(0);
         assert_eq!(found.found, format!("not connected: {off}"));
         assert_eq!((found.grade, found.advice.as_str()), (Grade::Note, ""));
         vm.link = Link::Up;
         assert!(worst(&vm).1.contains("-device virtio-balloon-pci"));
         (vm.actual, vm.reporting) = (Some(Bytes::gib(1)), Some(false));
-        let all = vm_checks(&vm, None);
+        let all = vm_checks(&vm, None, true);
         assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
         assert!(all.iter().any(|c| c.what == "guest statistics" && c.grade == Grade::Missing));
+        // Nobody asks its guest.
+        vm.stats_age_ms = Some(19_000);
+        for (asked, grade) in [(true, Grade::Missing), (false, Grade::Note)] {
+            assert_eq!(stats_check(&vm, asked).0, grade);
+        }
     }
 
     #[test]
     fn a_domain_of_libvirts_gets_the_agent_by_xml_that_can_be_pasted() {
         let advice = |name: &str| -> String {
-            let checks = vm_checks(&ballooned(true, None), Some(&process(name)));
+            let checks = vm_checks(&ballooned(true, None), Some(&process(name)), true);
             checks.into_iter().find(|c| c.what == "tier").unwrap().advice
         };
         let xml =
