@@ -1,9 +1,11 @@
 //! What an operator is to know or to do, where several commands say it in the same words: what in
 //! the configuration has no effect on this host, and how a domain gets an argument of QEMU's.
 
-use ebb_core::config::{BY_UUID, Config, by_uuid};
+use ebb_core::config::{Amount, BY_UUID, Config, LEAST_FLOOR, User, by_uuid};
 use ebb_core::model::HostModel;
 use ebb_core::sample::VmSample;
+use ebb_host::probe::trust::uid;
+use ebb_host::root::Root;
 
 /// Names listed in one line; the rest is counted.
 pub const NAMES: usize = 10;
@@ -15,6 +17,43 @@ pub fn in_description(option: &str, value: &str) -> String {
          before </domain> <qemu:commandline><qemu:arg value='{option}'/>\
          <qemu:arg value='{value}'/></qemu:commandline>"
     )
+}
+
+/// What in a valid configuration cannot have an effect here, or not the one that it is written for.
+pub fn doubts(config: &Config, root: &Root) -> Vec<String> {
+    let passwd = root.read("/etc/passwd").ok().flatten().unwrap_or_default();
+    let no_user = |at: String, user: &User| {
+        uid(&passwd, user).is_none().then(|| format!("{at}: no user “{user}” in /etc/passwd"))
+    };
+    let mut all: Vec<String> =
+        config.users.iter().filter_map(|user| no_user("host.users".into(), user)).collect();
+    let missing = config.programs.iter().filter(|program| !root.path(program).exists());
+    all.extend(missing.map(|program| format!("host.programs: there is no {program}")));
+    let sections = config.vms.iter().map(|(name, vm)| (format!("vm.{name}"), vm));
+    for (at, vm) in std::iter::once(("defaults".into(), &config.defaults)).chain(sections) {
+        let (max, identity) =
+            (vm.max.filter(|_| vm.own.max.is_some() || at == "defaults"), &vm.identity);
+        if let Some(max @ Amount::Bytes(size)) = max
+            && size < LEAST_FLOOR
+        {
+            all.push(format!(
+                "{at}.max: {max} is below {LEAST_FLOOR}, the least that a VM is left"
+            ));
+        }
+        all.extend(identity.user.as_ref().and_then(|user| no_user(format!("{at}.user"), user)));
+        let uuids =
+            (at.strip_prefix("vm.").and_then(|at| at.strip_prefix(BY_UUID)), &identity.uuid);
+        if let (Some(section), Some(its)) = uuids
+            && section != its
+        {
+            all.push(format!("{at}.uuid: {its} is not the section's: no VM has both"));
+        }
+    }
+    let merge = &config.merge.settings;
+    if merge.clear_cores > merge.cores {
+        all.push("merge.cpu_clear is above merge.cpu, and only that much of it counts".into());
+    }
+    all
 }
 
 /// A reserve that is larger than what counts of it.
@@ -111,6 +150,48 @@ mod tests {
         assert!(said[0].starts_with("[vm.web] has no effect: [vm.\"uuid:6f1e"), "{said:?}");
         let none = [of("web", None), of("db", Some("u2")), of("other", Some(UUID))];
         assert!(none.iter().all(Vec::is_empty), "{none:?}");
+    }
+
+    #[test]
+    fn what_is_valid_and_of_no_use_is_doubted() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("etc")).unwrap();
+        std::fs::write(dir.path().join("etc/passwd"), "al:x:7:7::/:/bin/sh\n").unwrap();
+        let said = |text: &str| doubts(&Config::parse("f", text).unwrap(), &Root::at(dir.path()));
+        for (text, expected) in [
+            (
+                "[host]\nusers = [\"al\", 9, \"nosuch\"]",
+                "host.users: no user “nosuch” in /etc/passwd",
+            ),
+            (
+                "[host]\nprograms = [\"/etc/passwd\", \"/no/qemu\"]",
+                "host.programs: there is no /no/qemu",
+            ),
+            ("[vm.a]\nuser = \"nosuch\"", "vm.a.user: no user “nosuch” in /etc/passwd"),
+            (
+                "[vm.a]\nmax = \"1MiB\"\nmin = 0\n[vm.b]",
+                "vm.a.max: 1 MiB is below 64 MiB, the least that a VM is left",
+            ),
+            (
+                "[defaults]\nmax = \"1MiB\"\nmin = 0\n[vm.b]",
+                "defaults.max: 1 MiB is below 64 MiB, the least that a VM is left",
+            ),
+            (
+                "[merge]\ncpu = \"1%\"\ncpu_clear = \"50%\"",
+                "merge.cpu_clear is above merge.cpu, and only that much of it counts",
+            ),
+        ] {
+            assert_eq!(said(text), [expected], "{text}");
+        }
+        let other = UUID.replace('6', "7");
+        let text = format!("[vm.\"uuid:{UUID}\"]\nuuid = \"{other}\"\n");
+        assert!(
+            said(&text)[0].ends_with("is not the section's: no VM has both"),
+            "{:?}",
+            said(&text)
+        );
+        let same = format!("[vm.\"uuid:{UUID}\"]\nuuid = \"{UUID}\"\n[vm.a]\nmax = \"1GiB\"\n");
+        assert_eq!(said(&same), Vec::<String>::new());
     }
 
     #[test]

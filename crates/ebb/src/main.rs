@@ -33,6 +33,7 @@ use ebb_core::plan::Reclaim;
 use ebb_core::units::{Bytes, NotASize};
 use ebb_host::daemon_client;
 use ebb_host::hands_off::MOST_MS;
+use ebb_host::root::Root;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Gives the memory that VMs do not use back to their host, and gives it to them
@@ -334,7 +335,11 @@ fn dispatch(cli: Cli) -> Result<bool> {
         Command::Completions { shell: None, .. } => cmd::completions::vms(&socket).map(|()| true),
         Command::Man { dir } => cmd::manual::pages(Cli::command(), &dir).map(|()| true),
         Command::Check => match file {
-            Some(_) => table::emit("the configuration is valid\n"),
+            Some(_) => {
+                let doubts = advice::doubts(&config, &Root::default());
+                let doubts: String = doubts.iter().map(|d| format!("warning: {d}\n")).collect();
+                table::emit(&format!("the configuration is valid\n{doubts}"))
+            }
             None => table::emit(&format!("there is no {DEFAULT_CONFIG}: the defaults hold\n")),
         }
         .map(|()| true),
