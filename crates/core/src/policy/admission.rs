@@ -249,12 +249,12 @@ fn worst_case(supply: &Supply, need: Bytes) -> WorstCase {
     let swap = over.min(supply.swap);
     let survives = over <= supply.swap;
     let why = if over == Bytes::ZERO {
-        "if every guest used all it is owed, all would fit".to_string()
+        "if every guest used all that it may have, all would fit".to_string()
     } else if survives {
-        format!("if every guest used all it is owed, {over} would go to swap")
+        format!("if every guest used all that it may have, {over} would go to swap")
     } else {
         format!(
-            "if every guest used all it is owed, {over} would not fit and swap holds {}: the \
+            "if every guest used all that it may have, {over} would not fit and swap holds {}: the \
              host's OOM killer would choose",
             supply.swap
         )
