@@ -260,8 +260,10 @@ Vm(m: &VmModel, s: &VmSample, tick: &Tick, decided: &DecidedByVm<'_>, remembered
     actual: Option<Bytes> = m.actual;
     /// The order under way, if any.
     target: Option<Bytes> = remembered.and_then(|r| r.order).map(|o| o.to);
-    floor: Bytes = m.floor;
-    ceiling: Bytes = m.ceiling;
+    #[serde(skip_serializing_if = "Option::is_none")]
+    floor: Option<Bytes> = m.ram.map(|_| m.floor);
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ceiling: Option<Bytes> = m.ram.map(|_| m.ceiling);
     /// What the balloon holds of what it is owed.
     ballooned: Bytes = m.owed;
     resident: Option<Bytes> = m.resident;
