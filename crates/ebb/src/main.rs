@@ -27,6 +27,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use clap::builder::RangedU64ValueParser;
 use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
 use ebb_core::config::{Config, milliseconds, sizeable};
 use ebb_core::plan::Reclaim;
@@ -84,7 +85,7 @@ enum Command {
         /// Its name
         vm: String,
         /// How many decisions, the latest
-        #[arg(long, default_value_t = 10)]
+        #[arg(long, value_name = "N", default_value_t = 10, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
         last: usize,
         /// What happened at this time of day (UTC) and why, from the record
         #[arg(long, value_name = "HH:MM[:SS]")]
@@ -238,10 +239,16 @@ fn size(text: &str) -> Result<Bytes, String> {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    raise_file_limit();
     // A program reads the output, errors too.
     let json = std::env::args_os().any(|a| a == "--json");
+    let cli = match Cli::try_parse() {
+        Err(e) if json && e.use_stderr() => {
+            let _ = table::emit_json(&serde_json::json!({ "error": e.to_string().trim() }));
+            return ExitCode::from(2);
+        }
+        cli => cli.unwrap_or_else(|e| e.exit()),
+    };
+    raise_file_limit();
     let code = match dispatch(cli) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),

@@ -51,6 +51,14 @@ fn with_json_an_error_is_json_too() {
         let told: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
         assert!(told["error"].as_str().unwrap().contains("systemctl start ebb"), "{told}");
     }
+    for args in
+        [&["plan", "--json", "--memory", "4GB"][..], &["explain", "x", "--last", "0", "--json"]]
+    {
+        let out = place.command(args).output().unwrap();
+        assert_eq!((out.status.code(), &out.stderr[..]), (Some(2), &b""[..]), "{args:?}");
+        let told: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        assert!(told["error"].as_str().unwrap().contains("invalid value"), "{told}");
+    }
 }
 
 #[test]

@@ -141,6 +141,7 @@ fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
 /// An error where there is no VM of one of these names.
 fn are_there(names: &[String], there: &[&str]) -> Result<()> {
     match names.iter().find(|n| !there.contains(&n.as_str())) {
+        Some(unknown) if there.is_empty() => bail!("no VM {unknown}: there is none at all"),
         Some(unknown) => bail!("no VM {unknown}; there are: {}", there.join(" ")),
         None => Ok(()),
     }
