@@ -243,7 +243,9 @@ fn main() -> ExitCode {
     let json = std::env::args_os().any(|a| a == "--json");
     let cli = match Cli::try_parse() {
         Err(e) if json && e.use_stderr() => {
-            let _ = table::emit_json(&serde_json::json!({ "error": e.to_string().trim() }));
+            let said = e.to_string();
+            let said = said.trim().trim_start_matches("error: ");
+            let _ = table::emit_json(&serde_json::json!({ "error": said }));
             return ExitCode::from(2);
         }
         cli => cli.unwrap_or_else(|e| e.exit()),
