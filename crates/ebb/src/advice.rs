@@ -10,6 +10,15 @@ use ebb_host::root::Root;
 /// Names listed in one line; the rest is counted.
 pub const NAMES: usize = 10;
 
+/// The header of a VM's section, as TOML takes it.
+pub fn header(name: &str) -> String {
+    let bare = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
+    match !name.is_empty() && name.chars().all(bare) {
+        true => format!("[vm.{name}]"),
+        false => format!("[vm.{name:?}]"),
+    }
+}
+
 /// How an argument of QEMU's gets into a domain's description.
 pub fn in_description(option: &str, value: &str) -> String {
     format!(
@@ -106,8 +115,8 @@ fn unmet_sections<'a>(config: &Config, unmet: impl Iterator<Item = &'a str>) -> 
     if all == 0 {
         return None;
     }
-    let off = off.iter().map(|name| format!("[vm.{name}] (manage = false)"));
-    let names = names.iter().map(|name| format!("[vm.{name}]"));
+    let off = off.iter().map(|name| format!("{} (manage = false)", header(name)));
+    let names = names.iter().map(|name| header(name));
     let listed: Vec<String> = off.chain(names).take(NAMES).collect();
     let rest = all - listed.len();
     let more = if rest > 0 { format!(" and {rest} more") } else { String::new() };
@@ -131,6 +140,7 @@ mod tests {
         assert_eq!(unmet_sections(&config, [].into_iter()), None);
         let said = unmet_sections(&config, ["web", "db"].into_iter()).unwrap();
         assert!(said.starts_with("no VM with the name of [vm.db] (manage = false), [vm.web] has"));
+        assert_eq!(["a-b", "a.b", ""].map(header), ["[vm.a-b]", "[vm.\"a.b\"]", "[vm.\"\"]"]);
         let many: Vec<String> = (0..12).map(|n| format!("v{n}")).collect();
         let said = unmet_sections(&config, many.iter().map(String::as_str)).unwrap();
         assert!(said.contains("[vm.v9] and 2 more has"), "{said}");

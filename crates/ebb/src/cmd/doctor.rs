@@ -150,7 +150,7 @@ fn no_vms(config: &Config, scan: &Scan) -> Check {
         scan.found.iter().filter(has_none).map(|p| p.given.as_str()).take(advice::NAMES).collect();
     if config.listed_only && !unlisted.is_empty() {
         let found = format!("host.vms = \"listed\", and no section for {}", unlisted.join(", "));
-        return of(Grade::Missing, found, &format!("add [vm.{}]", in_section(unlisted[0])));
+        return of(Grade::Missing, found, &format!("add {}", advice::header(unlisted[0])));
     }
     let trust = if scan.refused.is_empty() { "" } else { "; or see `trust`" };
     let advice = format!(
@@ -158,12 +158,6 @@ fn no_vms(config: &Config, scan: &Scan) -> Check {
          unix:/run/NAME-ebb.qmp,server=on,wait=off{trust}"
     );
     of(Grade::Missing, "none that Ebb may manage was found".into(), &advice)
-}
-
-/// A name as TOML takes it in a header.
-fn in_section(name: &str) -> String {
-    let bare = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
-    if !name.is_empty() && name.chars().all(bare) { name.into() } else { format!("{name:?}") }
 }
 
 /// All about one thing stands together, in the order in which things are first named.
