@@ -197,8 +197,9 @@ fn begin_merging(config: &Config, state: &mut StateFile, owned: &mut Owned) -> R
 /// Gives everything back. What is not seen to be back stays written down.
 fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     let mut owed = engine.memory.owned(last, &Plan::default(), &[]);
-    if !owed.vms.is_empty() {
-        say(&format!("stopping: {} balloons are given back", owed.vms.len()));
+    match owed.vms.len() {
+        0 => say("stopping: no VM is owed anything"),
+        n => say(&format!("stopping: {n} balloons are given back")),
     }
     let (host, mut state) = (&mut daemon.host, daemon.state.take());
     let (vms, mut failures) = give_back(host, &owed, PATIENCE, state.as_mut());
