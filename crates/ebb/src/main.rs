@@ -26,6 +26,7 @@ use std::io::Read;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use crate::cmd::merge::What;
 use anyhow::{Context, Result};
 use clap::builder::RangedU64ValueParser;
 use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
@@ -154,7 +155,7 @@ enum Command {
     /// Page merging: tells what it would save; switches it on or off for VMs
     Merge {
         #[command(subcommand)]
-        what: cmd::merge::What,
+        what: What,
     },
     /// Writes the last minutes of a running daemon to a file
     Record {
@@ -207,6 +208,8 @@ enum GoesBy {
     All,
     /// It only asks the daemon.
     Socket,
+    /// It only asks a daemon that steers KSM, and does the work itself where there is none.
+    SocketIfSteered,
     Nothing,
 }
 
@@ -215,9 +218,10 @@ impl Command {
         match self {
             Command::Run { .. }
             | Command::Doctor { .. }
-            | Command::Merge { .. }
+            | Command::Merge { what: What::Report { .. } }
             | Command::Release { .. }
             | Command::Check => GoesBy::All,
+            Command::Merge { .. } => GoesBy::SocketIfSteered,
             Command::Explain { record: Some(_), .. }
             | Command::Replay { .. }
             | Command::Completions { vms: false, .. }
@@ -287,10 +291,13 @@ fn dispatch(cli: Cli) -> Result<bool> {
             Config::default()
         }
         // Or the daemon runs well, with the file as it was.
-        (Err(e), command) if command.goes_by() == GoesBy::Socket => {
-            let socket = file.as_deref().and_then(|f| Config::socket_of(&read(f).ok()?));
-            let config =
-                Config { socket: socket.unwrap_or(Config::default().socket), ..Config::default() };
+        (Err(e), command) if command.goes_by() != GoesBy::All => {
+            let written = || file.as_deref().and_then(|f| Config::socket_of(&read(f).ok()?));
+            let mut config = Config::default();
+            config.socket = cli.global.socket.clone().or_else(written).unwrap_or(config.socket);
+            if command.goes_by() == GoesBy::SocketIfSteered && !cmd::merge::is_steered(&config) {
+                return Err(e);
+            }
             log::say(&format!("{e:#}"));
             log::say(&format!("the configuration is bad: asking the daemon on {}", config.socket));
             config

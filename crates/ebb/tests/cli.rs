@@ -135,6 +135,10 @@ fn an_option_that_a_daemon_would_not_heed_is_refused() {
     assert_ne!(code, 2, "{said}");
     let (code, said) = place.ebb(&["merge", "on", "web", "--across-groups"]);
     assert!(code == 2 && said.contains("merge.across_groups"), "{code} {said}");
+    // It does the work, so its socket is all that counts of the file.
+    place.configure("tikc = \"1s\"\n");
+    let (code, said) = place.ebb(&["merge", "off", "web"]);
+    assert!(code != 2 && said.contains("tikc"), "{code} {said}");
 }
 
 #[test]
@@ -211,6 +215,7 @@ fn where_the_configuration_is_bad_release_goes_on_and_clients_ask_the_daemon() {
         &["hands-on", "web"],
         &["record", "/dev/null"],
         &["merge", "report"],
+        &["merge", "on", "web"],
     ] {
         let (code, said) = place.ebb(command);
         assert_eq!(code, 2, "{command:?}: {said}");

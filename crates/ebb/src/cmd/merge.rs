@@ -97,6 +97,11 @@ pub fn main(config: &Config, what: What) -> Result<bool> {
     }
 }
 
+/// Whether a daemon that steers KSM runs.
+pub fn is_steered(config: &Config) -> bool {
+    running(config).is_ok_and(|daemon| daemon.is_some_and(|state| steers(&state)))
+}
+
 /// A VM before it is scanned.
 struct Known {
     process: QemuProcess,
