@@ -228,7 +228,7 @@ fn why(supply: &Supply, request: &AdmissionRequest, a: &Admission) -> String {
         false => format!("has {} beyond", has - keeps),
     };
     let promised = supply.promised.if_any(|p| format!(" and the {p} promised to VMs that start"));
-    let used = |o| format!(" and the {o} that its other processes used within half an hour");
+    let used = |o| format!(" and the {o} more that its other processes used in the last half hour");
     let others = supply.others.if_any(used);
     let lately = |n| format!(" and the {n} that VMs needed within the last minute and do not hold");
     let needed = supply.needed.if_any(lately);
