@@ -303,6 +303,15 @@ mod tests {
     }
 
     #[test]
+    fn what_is_not_known_of_a_vm_is_not_told_as_nothing() {
+        let vms = vec![VmSample { name: "a".into(), ..VmSample::default() }];
+        let state = state_of(&Config::default(), Sample { vms, ..Sample::default() });
+        let told = serde_json::to_value(&state.vms[0]).unwrap();
+        assert_eq!((told.get("floor"), told.get("ceiling")), (None, None));
+        assert!(!crate::metrics::render(&state).contains("ebb_vm_ceiling_bytes{"));
+    }
+
+    #[test]
     fn a_section_without_a_vm_and_a_reserve_that_is_cut_are_said_without_a_daemon_too() {
         let text = "[host]\nreserve = \"9GiB\"\n[vm.a]\n[vm.b]\nmanage = false\n";
         let config = Config::parse("f", text).unwrap();

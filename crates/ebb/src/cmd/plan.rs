@@ -127,7 +127,7 @@ mod tests {
         let said = text(&admit(&supply, &AdmissionRequest { memory: Bytes::gib(2), count: 1 }));
         assert!(said.starts_with("yes: 1 × 2 GiB need 2.1 GiB with overhead"), "{said}");
         assert!(said.contains("web") && said.contains("within 13 s"), "{said}");
-        assert!(said.contains("worst case: if every guest used all"), "{said}");
+        assert!(said.contains("worst case: if every guest used all that it may have"), "{said}");
         let said = text(&admit(&supply, &AdmissionRequest { memory: Bytes::gib(2), count: 9 }));
         assert!(said.starts_with("no: ") && said.contains("too little"), "{said}");
     }
