@@ -366,6 +366,9 @@ mod tests {
         assert_eq!(implausible(&vm, &s, GIB), None, "within what moves between two readings");
         vm.agent = Some(agent(100));
         assert!(implausible(&vm, &s, GIB).unwrap().contains("by its map"));
+        let fact = |age_ms| GuestStats { refaults: Some(0), age_ms, ..s };
+        assert!(implausible(&vm, &fact(0), GIB).is_some());
+        assert_eq!(implausible(&vm, &fact(300), GIB), None, "it may have taken that since");
         vm.agent = Some(AgentSample { state: AgentState::Silent, ..agent(100) });
         assert_eq!(implausible(&vm, &s, GIB), None, "a map that does not hold proves nothing");
     }

@@ -352,9 +352,7 @@ pub(super) fn allot(
     let unseen: Bytes = known.iter().map(|c| c.unseen).sum();
     let needs: Bytes = known.iter().map(|c| c.g.need).sum();
     let together = past.map(|l| l.needs.highest()).filter(|sum| *sum > Bytes::ZERO);
-    // One of them may come beside those that did.
-    let one = known.iter().map(|c| c.unseen).max().unwrap_or_default();
-    let more = (together.unwrap_or_default() - needs) + one;
+    let more = together.unwrap_or_default() - needs;
     let share = more.fraction_of(unseen.max(Bytes(1))).min(1.0);
     let level_of = |number| {
         let level = Level::of(number);
@@ -513,26 +511,9 @@ mod tests {
     fn what_a_guest_grows_by_before_it_is_seen_comes_before_the_page_cache_of_others() {
         let unseen = second_keeps(700.0, 850, 2 * 486);
         assert!(unseen >= 486, "{unseen}");
-        let slow = second_keeps(0.0, 50, 2 * 486);
-        assert!(slow < 420, "{slow}");
-    }
-
-    #[test]
-    fn of_guests_that_never_grew_together_one_may_beside_those_that_did() {
-        let keeps = |together| {
-            let (mut model, mut memory) = two_guests(700.0, 850, together);
-            for pid in 3..4 {
-                let id = VmId { pid, start: 1 };
-                model.vms.push(VmModel { id, ..model.vms[1].clone() });
-                memory.vms.push(VmMemory { id, ..memory.vms[1].clone() });
-                model.host.shown.headroom += Bytes::mib(20);
-            }
-            let allotted = allot(&model, &memory, &[Bytes::ZERO; 3], &[Bytes(u64::MAX); 3]);
-            allotted.parts[1].unwrap().keeps.0 >> 20
-        };
-        // Two are at 123: together they may grow by what one can.
-        let (one, all) = (keeps(486 + 2 * 123), keeps(3 * 486));
-        assert!(one > 340 && one + 40 < all, "{one} {all}");
+        let (slow, by_turns) =
+            (second_keeps(0.0, 50, 2 * 486), second_keeps(700.0, 850, 486 + 123));
+        assert!(slow < 420 && by_turns < 420, "{slow} {by_turns}");
     }
 
     #[test]
