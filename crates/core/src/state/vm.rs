@@ -67,8 +67,6 @@ pub struct VmMemory {
     /// Its last statistics that differed from those before, when they came, and
     /// the size that goes with them.
     pub stats: Option<(Stamp, Bytes, GuestStats)>,
-    /// The same of the other source, if the guest has two, and how its need grew by those.
-    pub other_source: Option<((Stamp, Bytes, GuestStats), Growth)>,
     /// Rates from the last two statistics.
     pub rates: Option<GuestRates>,
     /// What the guest needed lately: how much, and when last.

@@ -174,27 +174,6 @@ fn statistics_of_now_count_more_than_facts_that_stand_still() {
     assert_eq!(available(2_300, 2_300, 100), 100, "it tells again");
 }
 
-/// Its module's thread comes to its turn every 1.2 s only, and its guest needs 40 MiB/s more.
-#[test]
-fn how_fast_a_guest_grows_is_known_though_its_facts_stand_still_at_times() {
-    let mut memory = Memory::default();
-    let mut known = 0;
-    for n in 0..80u64 {
-        let at = 1_000 + n * 100;
-        let said = at - at % 1_200;
-        let spoke = at - at % 400;
-        let left = |at: u64| 450 - at / 25;
-        let mut agent = with_facts(said.max(1), 0);
-        let facts = agent.facts.as_mut().unwrap();
-        (facts.free, facts.available) = (left(said) << 8, left(said) << 8);
-        let its = VmSample { agent: Some(agent), ..aged(512, left(spoke), 500, at - spoke) };
-        look(&mut memory, at, its);
-        let rates = memory.vms[0].rates_at(Stamp(at));
-        known += u32::from(n >= 40 && rates.is_some_and(|r| r.need > 2e7));
-    }
-    assert!(known >= 20, "{known} of 40");
-}
-
 #[test]
 fn a_guest_that_cannot_answer_is_not_late() {
     let late_ms = |resets: bool, run: RunState| {

@@ -94,7 +94,7 @@ impl VmMemory {
             self.reboot = Some(Reboot { wall_s, updated_s, ..Reboot::default() });
         }
         self.settle_until = Some(at.plus(SETTLE_MS));
-        (self.stats, self.other_source, self.unsure) = (None, None, Bytes::ZERO);
+        (self.stats, self.unsure) = (None, Bytes::ZERO);
         self.again = 0;
         (self.rates, self.growth) = (None, Growth::default());
         self.order = None;

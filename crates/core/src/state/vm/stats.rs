@@ -167,9 +167,6 @@ impl VmMemory {
         actual: Bytes,
         (now, can_be): (GuestStats, bool),
     ) {
-        if self.stats.is_some_and(|(.., was)| was.refaults.is_some() != now.refaults.is_some()) {
-            self.change_source(at);
-        }
         // Said again counts as said: what changes next has changed since then, and not
         // since the guest was quiet.
         let said = Stamp(at.0.saturating_sub(now.age_ms));
@@ -186,6 +183,11 @@ impl VmMemory {
         }
         let actual = self.paired((at, said), actual, &now);
         let Some((was_at, _, was)) = self.stats.replace((at, actual, now)) else { return };
+        if was.refaults.is_some() != now.refaults.is_some() {
+            // The other source: its counters are not these.
+            self.rates = None;
+            return;
+        }
         let fewer = was.major_faults.zip(now.major_faults).is_some_and(|(was, now)| now < was);
         // The module's counters start with the kernel as well.
         if now.is_of_another_boot(&was) || now.refaults.is_some() && fewer {
@@ -206,18 +208,6 @@ impl VmMemory {
             let forgotten = at.since(self.hot.at) as f64 / FORGIVE_MS as f64;
             let left = self.hot.bytes - self.hot.bytes.share(forgotten.min(1.0));
             self.hot = Hot { at, bytes: left.max(volume) };
-        }
-    }
-
-    /// The other source speaks: its counters and what it says is available are compared with what it
-    /// said itself, if that is not too old.
-    fn change_source(&mut self, at: Stamp) {
-        let growth = std::mem::take(&mut self.growth);
-        let left = self.stats.take().map(|stats| (stats, growth));
-        let before = std::mem::replace(&mut self.other_source, left);
-        match before.filter(|((then, ..), _)| at.since(*then) <= RATE_LIFE_MS) {
-            Some((stats, growth)) => (self.stats, self.growth) = (Some(stats), growth),
-            None => self.rates = None,
         }
     }
 
