@@ -8,7 +8,7 @@ CARGO ?= cargo
 BUILD := $(CARGO) build --release --quiet
 # Where what is installed and run is built.
 BUILT ?= $(or $(CARGO_TARGET_DIR),target)/release
-TARGET_DIR = --target-dir $(BUILT:/release=)
+TARGET_DIR = --target-dir $(or $(CARGO_TARGET_DIR),target)
 STATIC := x86_64-unknown-linux-gnu
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
 SHARE = $(DESTDIR)/usr/share

@@ -36,7 +36,9 @@ pub fn doubts(config: &Config, root: &Root) -> Vec<String> {
     };
     let mut all: Vec<String> =
         config.users.iter().filter_map(|user| no_user("host.users".into(), user)).collect();
-    let missing = config.programs.iter().filter(|program| !root.path(program).exists());
+    // Those of containers are in there.
+    let here = config.programs.iter().filter(|_| !config.containers);
+    let missing = here.filter(|program| !root.path(program).exists());
     all.extend(missing.map(|program| format!("host.programs: there is no {program}")));
     let sections = config.vms.iter().map(|(name, vm)| (format!("vm.{name}"), vm));
     for (at, vm) in std::iter::once(("defaults".into(), &config.defaults)).chain(sections) {

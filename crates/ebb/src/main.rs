@@ -30,7 +30,7 @@ use crate::cmd::merge::What;
 use anyhow::{Context, Result};
 use clap::builder::RangedU64ValueParser;
 use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
-use ebb_core::config::{Config, milliseconds, sizeable};
+use ebb_core::config::{Config, ConfigError, milliseconds, sizeable};
 use ebb_core::plan::Reclaim;
 use ebb_core::units::{Bytes, NotASize};
 use ebb_host::daemon_client;
@@ -221,6 +221,7 @@ impl Command {
             | Command::Merge { what: What::Report { .. } }
             | Command::Release { .. }
             | Command::Check => GoesBy::All,
+            Command::Merge { what: What::Off { all: true, .. } } => GoesBy::Socket,
             Command::Merge { .. } => GoesBy::SocketIfSteered,
             Command::Explain { record: Some(_), .. }
             | Command::Replay { .. }
@@ -292,9 +293,18 @@ fn dispatch(cli: Cli) -> Result<bool> {
         }
         // Or the daemon runs well, with the file as it was.
         (Err(e), command) if command.goes_by() != GoesBy::All => {
+            let is_socket = |e: &ConfigError| e.field == "daemon.socket";
+            let is_refused = e.downcast_ref::<ConfigError>().is_some_and(is_socket);
             let written = || file.as_deref().and_then(|f| Config::socket_of(&read(f).ok()?));
+            let written = || written().filter(|_| !is_refused);
             let mut config = Config::default();
-            config.socket = cli.global.socket.clone().or_else(written).unwrap_or(config.socket);
+            match cli.global.socket.clone().or_else(written) {
+                Some(socket) => config.socket = socket,
+                // The default one may be another daemon's.
+                None if is_refused || cli.global.config.is_some() => return Err(e),
+                None => {}
+            }
+            is_bad = true;
             if command.goes_by() == GoesBy::SocketIfSteered && !cmd::merge::is_steered(&config) {
                 return Err(e);
             }
@@ -330,7 +340,7 @@ fn dispatch(cli: Cli) -> Result<bool> {
         }
         Command::HandsOff { vm, time } => cmd::hands_off::off(&socket, &vm, time),
         Command::HandsOn { vm } => cmd::hands_off::on(&socket, &vm),
-        Command::Merge { what } => cmd::merge::main(&config, what),
+        Command::Merge { what } => cmd::merge::main(&config, what, is_bad),
         Command::Record { output } => cmd::record::record(&socket, &output).map(|()| true),
         Command::Replay { file, json } => cmd::record::replay(&file, json).map(|()| true),
         Command::Release { state, seconds } => {

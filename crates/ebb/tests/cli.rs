@@ -241,6 +241,13 @@ fn a_mistake_in_the_file_keeps_no_client_from_a_daemon_that_runs() {
     assert!(code == 1 && !said.contains("tikc"), "{code} {said}");
     let (code, said) = place.ebb(&["replay", record.to_str().unwrap()]);
     assert!(code == 0 && !said.contains("tikc"), "{code} {said}");
+    // Where the file does not tell a socket that may be used, no other daemon is asked.
+    let as_state = format!("[daemon]\nsocket = {0:?}\nstate_file = {0:?}\n", place.file("s"));
+    for text in ["[[\n", &as_state] {
+        std::fs::write(place.file("ebb.toml"), text).unwrap();
+        let (code, said) = place.ebb(&["status"]);
+        assert!(code == 2 && !said.contains("asking the daemon"), "{code} {said}");
+    }
 }
 
 #[test]

@@ -19,7 +19,8 @@ pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
         if field.starts_with("[[") {
             message = "a section has one bracket on each side, as in [vm.web]".into();
         } else if field.starts_with('[') && message.starts_with("duplicate") {
-            let first = text.lines().position(|line| line.trim() == field);
+            let here = e.span().map_or(0, |s| line_of(text, s.start) - 1);
+            let first = text.lines().take(here).position(|l| no_comment(l) == no_comment(&field));
             let first = first.map_or(String::new(), |n| format!(": it begins in line {}", n + 1));
             message = format!("this section is here twice{first}");
         } else if lacks_quotes(&field) {
@@ -29,6 +30,11 @@ pub fn config(file: &str, text: &str) -> Result<Config, ConfigError> {
         check.fail(e.span(), &field, message)
     })?;
     check.config(raw)
+}
+
+/// A line without its comment.
+fn no_comment(line: &str) -> &str {
+    line.split('#').next().unwrap_or_default().trim()
 }
 
 /// Whether this is the header of a VM's section whose name TOML takes only in quotes.
@@ -66,13 +72,20 @@ fn in_words(mut message: String) -> String {
         ("expected a boolean", "expected true or false"),
         ("expected a sequence", "expected a list, as in [\"a\", \"b\"]"),
         ("expected a map", "expected a section"),
-        ("expected struct RawVm", "expected a section, as in [vm.web]"),
-        ("expected struct Raw", "expected a section, not "),
+        ("expected struct RawVm", "expected a section, as in [vm.web] or [defaults]"),
+        ("expected struct RawDaemon", "expected a section, [daemon]"),
+        ("expected struct RawHost", "expected a section, [host]"),
+        ("expected struct RawMerge", "expected a section, [merge]"),
     ] {
         message = message.replace(rust, words);
     }
     let mut keys = message.split('`').skip(1).step_by(2);
-    let meant = keys.next().and_then(|said| keys.find(|key| distance(said, key) <= 2));
+    let said = keys.next();
+    let nearest = |said: &str| {
+        let keys = keys.map(|key| (distance(said, key), key)).filter(|(apart, _)| *apart <= 2);
+        keys.min_by_key(|(apart, _)| *apart).map(|(_, key)| key)
+    };
+    let meant = said.and_then(nearest);
     match meant.map(str::to_owned).filter(|_| message.starts_with("unknown field")) {
         Some(key) => format!("{message}; did you mean {key}?"),
         None => message,

@@ -27,8 +27,8 @@ fn a_name_that_toml_takes_only_in_quotes_is_explained() {
     }
     let error = Config::parse("f", "[vm.\"a.b\"]\nx = 1\n").unwrap_err().to_string();
     assert!(!error.contains("needs quotes"), "{error}");
-    let error = Config::parse("f", "[vm.a]\n[vm.a] # twice\n").unwrap_err().to_string();
-    assert!(!error.contains("needs quotes"), "{error}");
+    let error = Config::parse("f", "\n[vm.a]\n[vm.a] # twice\n").unwrap_err().to_string();
+    assert!(error.ends_with("here twice: it begins in line 2"), "{error}");
     assert!(Config::parse("f", "[vm.\"a.b\"]\nmanage = false\n").is_ok());
 }
 
@@ -44,6 +44,7 @@ fn what_is_of_another_type_is_told_in_words_with_its_section() {
             "f:2: vm.max: invalid type: string \"1GiB\", expected a section, as in [vm.web]",
         ),
         ("vm = 3", "f:1: vm: invalid type: integer `3`, expected a section"),
+        ("merge = \"on\"", "f:1: merge: invalid type: string \"on\", expected a section, [merge]"),
         ("[host]\nusers = 3", "f:2: host.users: invalid type: integer `3`, expected a list"),
         (
             "[daemon]\ntick = 1",
@@ -57,7 +58,12 @@ fn what_is_of_another_type_is_told_in_words_with_its_section() {
         let error = Config::parse("f", text).unwrap_err().to_string();
         assert!(error.contains(said), "{error}");
     }
-    for (text, key) in [("[vm.a]\nmaxx = 3", "max"), ("[vms.a]", "vm"), ("[default]", "defaults")] {
+    for (text, key) in [
+        ("[vm.a]\nmaxx = 3", "max"),
+        ("[vm.a]\nmx = 3", "max"),
+        ("[vms.a]", "vm"),
+        ("[default]", "defaults"),
+    ] {
         let error = Config::parse("f", text).unwrap_err().to_string();
         assert!(error.ends_with(&format!("; did you mean {key}?")), "{error}");
     }

@@ -123,7 +123,7 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
     checks.extend(khugepaged_checks(host, config, &root));
     checks.extend(zeros_check(config, &root));
     if state.vms.is_empty() {
-        checks.push(no_vms(config, &scan));
+        checks.push(no_vms(config, &scan, is_up));
     }
     checks.extend(scan.refused.iter().map(|(pid, why)| {
         let found = format!("process {pid} is not taken for a VM");
@@ -140,10 +140,13 @@ fn all_checks(config: &Config) -> Result<Vec<Check>> {
 }
 
 /// Why there is no VM to show.
-fn no_vms(config: &Config, scan: &Scan) -> Check {
+fn no_vms(config: &Config, scan: &Scan, is_up: bool) -> Check {
     let of = |grade, found: String, advice: &str| check("host", "VMs", grade, found, advice);
     if let (true, Some(why)) = (scan.found.is_empty(), scan.unread()) {
-        return of(Grade::Bad, format!("processes cannot be read: {why}"), "run this as root");
+        // A daemon that runs has read them.
+        let grade = if is_up { Grade::Note } else { Grade::Bad };
+        let advice = "run this as root; as root, try again";
+        return of(grade, format!("processes cannot be read: {why}"), advice);
     }
     let has_none = |p: &&QemuProcess| config.section(&p.given, p.args.uuid.as_deref()).is_none();
     let unlisted: Vec<&str> =
@@ -290,12 +293,12 @@ mod tests {
         let said = |found: &[&str], problems: &[(&str, &str)]| {
             let found = found.iter().map(|name| of(name)).collect();
             let problems = problems.iter().map(|(a, b)| (a.to_string(), b.to_string())).collect();
-            let c = no_vms(&listed, &Scan { found, problems, ..Scan::default() });
+            let c = no_vms(&listed, &Scan { found, problems, ..Scan::default() }, false);
             (c.grade, format!("{} → {}", c.found, c.advice))
         };
         let denied = [("host.users", "no user"), ("/proc/7/ns/user", "Permission denied")];
         let (grade, text) = said(&[], &denied);
-        assert!(grade == Grade::Bad && text.ends_with("Permission denied → run this as root"));
+        assert!(grade == Grade::Bad && text.contains("Permission denied → run this as root"));
         let (grade, text) = said(&["a.b", "b"], &denied);
         let words = "host.vms = \"listed\", and no section for a.b → add [vm.\"a.b\"]";
         assert_eq!((grade, text.as_str()), (Grade::Missing, words));

@@ -69,8 +69,11 @@ pub enum What {
     },
 }
 
-/// Does it; `false` where there was nothing to do.
-pub fn main(config: &Config, what: What) -> Result<bool> {
+const STEERS_NO_MORE: &str = "no daemon steers KSM any more, and the configuration is bad";
+
+/// Does it; `false` where there was nothing to do. `is_bad`: the configuration was refused, so only a
+/// daemon that steers KSM may open VMs or close them.
+pub fn main(config: &Config, what: What, is_bad: bool) -> Result<bool> {
     match what {
         What::Report { vm, full, threads, cores, hurry, json } => {
             if cores.is_some_and(|c| !(c.is_finite() && c > 0.0)) {
@@ -87,11 +90,13 @@ pub fn main(config: &Config, what: What) -> Result<bool> {
                  configuration"
             ),
             Some(state) if steers(&state) => tell_daemon(config, &state, &vm, true),
+            _ if is_bad => bail!(STEERS_NO_MORE),
             daemon => on(config, &vm, across_groups, daemon.as_ref()),
         },
         What::Off { all: true, .. } => off_all(config),
         What::Off { vm, all: false } => match running(config)? {
             Some(state) if steers(&state) => tell_daemon(config, &state, &vm, false),
+            _ if is_bad => bail!(STEERS_NO_MORE),
             daemon => switch(config, &vm, false, daemon.as_ref()),
         },
     }
@@ -116,7 +121,7 @@ struct Known {
 fn look(config: &Config, root: &Root, names: &[String]) -> Result<Vec<Known>> {
     let scan = discover(root, &trust(config))?;
     if let (true, Some(why)) = (scan.found.is_empty(), scan.unread()) {
-        bail!("processes cannot be read, run this as root: {why}");
+        bail!("processes cannot be read: {why}: run this as root; as root, try again");
     }
     let mut processes = scan.found;
     processes.iter_mut().for_each(|p| name_by_socket(config, p));

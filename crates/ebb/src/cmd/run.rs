@@ -198,7 +198,8 @@ fn begin_merging(config: &Config, state: &mut StateFile, owned: &mut Owned) -> R
 fn stop(engine: &Engine, mut daemon: Daemon, last: &Model) -> Result<()> {
     let mut owed = engine.memory.owned(last, &Plan::default(), &[]);
     match owed.vms.len() {
-        0 => say("stopping: no VM is owed anything"),
+        0 if owed.is_empty() => say("stopping: no VM is owed anything"),
+        0 => say("stopping: VMs are put back as they were to KSM"),
         n => say(&format!("stopping: {n} balloons are given back")),
     }
     let (host, mut state) = (&mut daemon.host, daemon.state.take());

@@ -63,7 +63,7 @@ pub fn text(state: &State) -> String {
             &format!("     the last {span} are recorded ({}): `ebb explain VM --at`\n", d.record);
     }
     if d.dry_run {
-        out += "     dry run: nothing is changed, and guests are asked for no statistics\n";
+        out += "     dry run: nothing is changed, and Ebb has no guest asked for statistics\n";
     }
     if state.vms.is_empty() {
         return out + "\nno VM found; `ebb doctor` says why\n";

@@ -311,7 +311,7 @@ fn connect(config: &Config, process: &QemuProcess, daemon: Option<&State>) -> Re
             None => bail!("{why}"),
         },
     };
-    // The daemon has the first of its own.
+    // Of its own sockets the daemon has one, most likely the first.
     let held = daemon.and_then(|daemon| held_by(daemon, process));
     let (mut last, mut is_held) = (None, held.is_some());
     for path in paths {
@@ -334,6 +334,8 @@ fn connect(config: &Config, process: &QemuProcess, daemon: Option<&State>) -> Re
             Err(e) => last = Some(e.to_string()),
         }
     }
+    // Where none was passed over, the daemon has another way to it.
+    let held = held.filter(|_| !is_held);
     bail!("{}", held.or(last).unwrap_or_else(|| "it has no QMP socket".into()))
 }
 
