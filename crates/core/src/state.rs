@@ -86,6 +86,9 @@ pub struct LimitMemory {
     /// The VMs that were below it: where another one comes, what it holds may count as others' for a
     /// moment.
     pub vms: Vec<VmId>,
+    /// Those of them that came lately, and when: `needs` of before is without them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub joined: Vec<(VmId, Stamp)>,
     pub seen: Stamp,
 }
 
@@ -362,8 +365,12 @@ impl Memory {
             if let Some(held) = held.filter(|_| was.is_some_and(|l| l.vms == vms)) {
                 others.see(model.at, (limit.capacity - limit.headroom) - held);
             }
+            let mut joined = was.map(|l| l.joined.clone()).unwrap_or_default();
+            joined.retain(|(id, at)| model.at.since(*at) < recent::LIFE_MS && vms.contains(id));
+            let came = |id: &&VmId| was.is_some_and(|l| !l.vms.contains(id));
+            joined.extend(vms.iter().filter(came).map(|id| (*id, model.at)));
             let (name, state, urgency) = (limit.name.clone(), limit.state, limit.urgency);
-            LimitMemory { name, state, urgency, others, needs, vms, seen: model.at }
+            LimitMemory { name, state, urgency, others, needs, vms, joined, seen: model.at }
         };
         let now = &model.host.limits;
         // One that can be reached at times only keeps what others used of it, as long as peaks are

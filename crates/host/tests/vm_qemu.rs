@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ebb_core::config::{Config, SocketUse};
 use ebb_core::model::{Model, Standing};
-use ebb_core::sample::{Claim, Link, RunState, Sample, VmEvent, VmId, VmSample};
+use ebb_core::sample::{Claim, Link, Problem, RunState, Sample, VmEvent, VmId, VmSample};
 use ebb_core::state::Memory;
 use ebb_core::units::Bytes;
 use ebb_host::linux::{ActError, BalloonOrder, LinuxHost, Options};
@@ -254,7 +254,8 @@ fn vm_a_configured_socket_names_its_vm_and_a_held_one_is_told() {
     let v = sample_until(&mut host, vm.child.id(), |v| v.link == Link::Up);
     assert_eq!(v.name, "mine");
     let sample: Sample = host.sample();
-    assert!(sample.problems.iter().any(|p| p.source == "/nonexistent"), "{:?}", sample.problems);
+    let told = |p: &Problem| p.source == "[vm.no] qmp" && p.message.starts_with("/nonexistent");
+    assert!(sample.problems.iter().any(told), "{:?}", sample.problems);
     // That one was used where QEMU had bound the configured one and did not listen yet.
     drop(host);
     // Without configuration the socket with `ebb` in its name comes first.

@@ -112,9 +112,9 @@ impl Found {
         (self.ebb.stall_s + SAME_S) / (self.oracle.stall_s + SAME_S)
     }
 
-    /// How much worse than the best: a guest that is harmed counts as 30 s.
+    /// How much worse than the best: a guest that is harmed counts as 30 s, as does a kill.
     pub fn loss(&self) -> f64 {
-        let cost = |s: &Score| s.stall_s + 30.0 * (self.vms - s.held) as f64;
+        let cost = |s: &Score| s.stall_s + 30.0 * (self.vms - s.held + s.ooms) as f64;
         cost(&self.ebb) - cost(&self.best)
     }
 }

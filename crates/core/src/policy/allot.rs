@@ -75,8 +75,8 @@ const CACHE_NEEDED: f64 = 0.1;
 const CACHE_PART: (f64, f64) = (0.5, 0.75);
 /// The part of the reserve that the host keeps in any case, with swap and without.
 const HOST_LEAST: (f64, f64) = (0.2, 0.3);
-/// VMs that start are kept this much of what they were promised, and guests may be squeezed for it:
-/// they may touch that before balloons have brought more.
+/// Each VM that starts is kept this much of what it was promised, and guests may be squeezed for it:
+/// it may touch that before balloons have brought more.
 const STARTS_WITH: Bytes = Bytes::mib(512);
 /// The least margin of a guest, in units of its short mark.
 pub(super) const LEAST_MARKS: f64 = 1.5;
@@ -334,7 +334,9 @@ pub(super) fn allot(
     };
     let known: Vec<VmNeed<'_>> = (0..model.vms.len()).filter_map(need_of).collect();
     let all = host.headroom + known.iter().map(|c| c.held).sum::<Bytes>();
-    let soon = (host.promised - host.waiting).min(STARTS_WITH);
+    let starts = model.vms.iter().filter(|vm| !vm.outside && !vm.paused);
+    let soon: Bytes = starts.map(|vm| vm.promised.min(STARTS_WITH)).sum();
+    let soon = soon.min(host.promised - host.waiting);
     let keep_of = |part: f64| host.reserve.share(part + 0.5 * host.urgency) + soon;
     let (with_swap, without) = CACHE_PART;
     let swaps = host.swap_left >= host.reserve.share(with_swap);
@@ -352,6 +354,11 @@ pub(super) fn allot(
     let unseen: Bytes = known.iter().map(|c| c.unseen).sum();
     let needs: Bytes = known.iter().map(|c| c.g.need).sum();
     let together = past.map(|l| l.needs.highest()).filter(|sum| *sum > Bytes::ZERO);
+    // A VM that came since was in no sum of before.
+    let joined = past.map_or(&[][..], |l| &l.joined);
+    let joined = known.iter().filter(|c| joined.iter().any(|(id, _)| *id == c.vm.id));
+    let beside: Bytes = joined.map(|c| c.m.recent.highest()).sum();
+    let together = together.map(|sum| sum + beside);
     let more = together.unwrap_or_default() - needs;
     let share = more.fraction_of(unseen.max(Bytes(1))).min(1.0);
     let level_of = |number| {
@@ -523,15 +530,25 @@ mod tests {
             let (mut model, memory) = two_guests(700.0, 850, 2 * 486);
             model.host.shown.headroom += Bytes::gib(headroom);
             (model.host.shown.promised, model.host.shown.waiting) = (promised, waiting);
-            let allot = allot(&model, &memory, &[Bytes::ZERO; 2], &[Bytes(u64::MAX); 2]);
+            // Each of 4 GiB.
+            let start = |n: u64| VmModel {
+                id: VmId { pid: 100 + n as u32, start: 1 },
+                promised: Bytes::gib(4),
+                paused: waiting > Bytes::ZERO,
+                ..VmModel::default()
+            };
+            model.vms.extend((0..promised.0 >> 32).map(start));
+            let of = |bytes| vec![bytes; model.vms.len()];
+            let allot = allot(&model, &memory, &of(Bytes::ZERO), &of(Bytes(u64::MAX)));
             (allot.parts[1].unwrap().keeps.0 >> 20, allot.shortage > Bytes::ZERO)
         };
         let undisturbed = keeps(8, 0, 0);
         assert!(undisturbed.0 > 486 && !undisturbed.1, "{undisturbed:?}");
         assert_eq!(keeps(8, 40, 40), (undisturbed.0, true), "paused: free memory is taken");
         assert_eq!(keeps(8, 40, 0), (undisturbed.0, true), "it touches no more in a moment");
-        // What it may touch in a moment is not there.
-        assert!(keeps(0, 40, 0).0 < keeps(0, 40, 40).0);
+        // What they may touch in a moment is not there.
+        assert!(keeps(0, 4, 0).0 < keeps(0, 4, 4).0);
+        assert!(keeps(2, 40, 0).0 < keeps(2, 4, 0).0, "each may");
     }
 
     /// The example of docs/policies.md.

@@ -171,7 +171,7 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     if let Some(r) = m.reboot.filter(|r| r.given.is_some()) {
         return Some(after_reboot(model, vm, r, actual));
     }
-    if let Some(to) = held_anyway(model, vm, m, actual) {
+    if let Some(to) = held_anyway(vm, m, actual) {
         return Some(Verdict::Set { to, reason: Reason::HeldAnyway });
     }
     let shrinks = m.order.is_some_and(|o| o.to < actual && o.to < o.moved_from);
@@ -193,11 +193,11 @@ fn own_case(model: &Model, vm: &VmModel, m: &VmMemory) -> Option<Verdict> {
     }
 }
 
-/// The size that costs the host nothing where its balloon brings nothing, if that is more.
-fn held_anyway(model: &Model, vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Bytes> {
-    let nothing_comes = m.yields.brings_nothing_until.is_some_and(|t| t > model.at);
-    let may = vm.standing == Standing::Ready && vm.own_is_counted;
-    let held = vm.guest_held().filter(|_| may && (nothing_comes || vm.pinned.is_some()))?;
+/// The size that costs the host nothing where RAM is pinned, if that is more. Not where a balloon was
+/// only found to bring nothing: what the host holds may be its VMM's.
+fn held_anyway(vm: &VmModel, m: &VmMemory, actual: Bytes) -> Option<Bytes> {
+    let may = vm.standing == Standing::Ready && vm.own_is_counted && vm.pinned.is_some();
+    let held = vm.guest_held().filter(|_| may)?;
     let to = held.min(vm.whole).min(vm.ceiling);
     // Its VMM may have come to hold more since that was counted.
     (to >= m.grows_to(actual) + LEAST_GIVEN).then_some(to.floor_mib())

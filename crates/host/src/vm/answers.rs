@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use ebb_core::sample::{Heard, VmEvent};
+use ebb_core::sample::{Heard, RunState, VmEvent};
 use ebb_core::units::Bytes;
 use serde_json::{Value, json};
 
@@ -92,7 +92,14 @@ impl Vm {
         self.first_answer();
         let checked = match query {
             Query::Status => {
-                qmp_balloon::parse_status(&value).map(|run| self.answers.run = Some(run))
+                qmp_balloon::parse_status(&value).map(|run| {
+                    let runs = run == RunState::Running;
+                    let was = self.answers.run.replace(run);
+                    // While it did not run its guest could not say anything.
+                    if runs && was.is_some_and(|was| was != RunState::Running) {
+                        self.stats_new = self.stats_new.map(|_| Instant::now());
+                    }
+                })
             }
             Query::Balloon => qmp_balloon::parse_balloon(&value).map(|b| {
                 if self.answers.actual != Some(b) {

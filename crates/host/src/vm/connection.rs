@@ -17,6 +17,8 @@ use crate::qmp_balloon;
 
 /// First and longest wait before a lost connection, or a watch that ended, is tried again.
 pub(super) const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// A connection that lasted this long is tried again after the first wait.
+const LASTED: Duration = Duration::from_secs(10);
 const NOT_MANAGED: &str = "it is not managed, so it is not connected to";
 /// A shared socket where Ebb is not served for this time is left for another one, if there is one.
 const TURN_AWAY: Duration = Duration::from_secs(5);
@@ -278,6 +280,9 @@ impl Vm {
         if !self.ready {
             self.turn += 1;
         }
+        if self.ready && self.adopted.is_some_and(|at| now - at >= LASTED) {
+            self.backoff = BACKOFF.0;
+        }
         self.forget_connection();
         self.retry_at = Some(now + self.backoff);
         self.backoff = (self.backoff * 2).min(BACKOFF.1);
@@ -289,7 +294,6 @@ impl Vm {
             return;
         }
         self.ready = true;
-        self.backoff = BACKOFF.0;
         self.looked = false;
         (self.device, self.interval) = (None, None);
         self.forget_stats();

@@ -79,9 +79,9 @@ impl VmMemory {
         let beyond = size.map_or(Bytes::ZERO, |size| p.resident() - size);
         let left = 1.0 - (dt_ms as f64 / OWN_LIFE_MS).min(1.0);
         let seen = beyond.max(self.own_seen.share(left));
-        // What is resident beyond its size may be what its balloon has, and does not bring.
-        let in_vain = vm.pinned.is_some() || self.yields.brings_nothing_until.is_some();
-        self.own_seen = if in_vain && p.own.is_some() { Bytes::ZERO } else { seen };
+        // What is resident beyond its size is what its balloon has, and does not bring.
+        let is_pinned = vm.pinned.is_some() && p.own.is_some();
+        self.own_seen = if is_pinned { Bytes::ZERO } else { seen };
         self.own_counted = p.own;
         let recycled = vm.agent.as_ref().map(|a| a.counters.recycled).unwrap_or_default();
         let works = vm.agent.as_ref().is_some_and(|a| a.busy);

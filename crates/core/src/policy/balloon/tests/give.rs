@@ -229,17 +229,15 @@ fn a_host_with_much_free_memory_gives_back_though_not_everybodys_margins_fit() {
 /// Neither headroom nor swap is left. What the host holds of it, its VMM has 40 MiB of.
 #[test]
 fn what_the_host_holds_whatever_a_balloon_does_is_given_back_at_once() {
-    let given = |pinned: bool, nothing_came: bool, resident: u64| {
+    let given = |pinned: bool, resident: u64| {
         let pinned = pinned.then(|| "a VFIO device pins it".into());
         let (own, resident) = (Bytes::mib(40), Some(Bytes::mib(resident)));
         let one = VmModel { pinned, own, own_is_counted: true, resident, ..short(1, 400, 10) };
-        let brings_nothing_until = nothing_came.then(|| NOW.plus(120_000));
-        let yields = Yields { brings_nothing_until, ..Yields::default() };
-        sized(dry(0, 200), one, VmMemory { yields, ..remembered(1) })
+        sized(dry(0, 200), one, remembered(1))
     };
-    assert_eq!((given(false, true, 1064), given(true, false, 1064)), (Some(1024), Some(1024)));
-    assert_eq!(given(false, true, 840), Some(800), "a part of it is gone");
-    assert!(given(false, true, 440) <= Some(400) && given(false, false, 1064) <= Some(400));
+    assert_eq!(given(true, 1064), Some(1024));
+    assert_eq!(given(true, 840), Some(800), "a part of it is gone");
+    assert!(given(true, 440) <= Some(400) && given(false, 1064) <= Some(400));
 }
 
 /// What is owed may be less than what is else worth an order.
