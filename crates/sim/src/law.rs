@@ -98,7 +98,7 @@ const REACHED_MS: u64 = 60_000;
 /// An order that moved nothing for so long should be gone, ms.
 const UNMOVED_MS: u64 = 20_000;
 
-/// A balloon may turn so often within a minute while nothing changes: one step too far, and back.
+/// Turns that a balloon may make within a minute while nothing changes: one step too far, and back.
 const TURNS_MOST: usize = 2;
 /// A change of direction is one of this share of a guest's RAM at least.
 const TURN_LEAST: f64 = 0.02;
@@ -108,7 +108,7 @@ const OWN_STILL: f64 = 0.02;
 const ALL_STILL: f64 = 0.005;
 /// What all want fits if it is at most this share of the host.
 const FITS: f64 = 0.9;
-/// After a change balloons have so long to follow it, ms.
+/// The time that balloons have to follow a change, ms.
 const FOLLOWS_MS: u64 = 20_000;
 
 /// Since when a size has stayed where it is.

@@ -49,7 +49,7 @@ pub const COORDINATES: [&str; 28] = [
     "pauses",
     "late-facts",
 ];
-/// So many of them are drawn first.
+/// The number of those that are drawn first.
 const FIRST: usize = 24;
 /// The run, ms.
 pub const RUN_MS: u64 = 400_000;

@@ -40,7 +40,7 @@ fn all() -> impl Iterator<Item = Controller> {
     RIVALS.into_iter().chain([Controller::Ebb, Controller::QmemmanPushed])
 }
 
-/// What holds of a world whoever rules it, at each of its looks.
+/// What holds at each look of a world under any controller.
 fn is_sound(who: Controller, setup: &Setup) -> Result<(), String> {
     let mut sound = Ok(());
     who.run_seen(setup, &mut |world| {

@@ -143,7 +143,7 @@ fn a_look_for_the_balloon_that_libvirt_refuses_finds_nothing_and_loses_nothing()
     assert!(answered(&mut vm, Stamp(0)).balloon.is_some() && vm.device.is_some());
 }
 
-/// Its guest has said nothing for so long; what is told.
+/// What is told of a VM whose guest has said nothing for this time.
 fn silent(vm: &mut Vm, silence: Duration) -> Vec<Problem> {
     let mut problems = Vec::new();
     let now = Instant::now();
@@ -224,6 +224,25 @@ fn through_libvirt_an_interval_is_set_again_where_a_guest_is_silent_and_that_is_
     assert!(until(&mut vm, |vm| vm.interval.is_some() && vm.stats_new.is_some()));
     silent(&mut vm, Duration::from_secs(12));
     assert_eq!(qemu.was_asked("qom-set"), 0);
+}
+
+#[test]
+fn a_guest_that_was_paused_is_not_taken_for_silent() {
+    let (_dir, qemu, mut vm) = through_libvirt(|it| it.interval = 1);
+    assert!(until(&mut vm, |vm| vm.interval.is_some() && vm.stats_new.is_some()));
+    for stopped in [true, false] {
+        qemu.it().stopped = stopped;
+        vm.ran_asked = None;
+        assert!(until(&mut vm, |vm| (vm.answers.run == Some(RunState::Running)) != stopped));
+        if stopped {
+            // An hour passes.
+            vm.stats_new = Some(Instant::now() - Duration::from_secs(3600));
+        }
+    }
+    (vm.ran_asked, vm.interval_asked) = (None, None);
+    vm.ask(Instant::now(), Stamp(0), false);
+    assert!(hear_all(&mut vm, LONG));
+    assert_eq!(qemu.was_asked("qom-set"), 0, "its period is not set again");
 }
 
 /// It may report free pages two seconds later.

@@ -334,7 +334,7 @@ mod tests {
         let all = vm_checks(&vm, None, true);
         assert!(all.iter().any(|c| c.advice.contains("free-page-reporting=on on its balloon")));
         assert!(all.iter().any(|c| c.what == "guest statistics" && c.grade == Grade::Missing));
-        // Nobody asks its guest.
+        // Its guest is not asked.
         vm.stats_age_ms = Some(19_000);
         for (asked, grade) in [(true, Grade::Missing), (false, Grade::Note)] {
             assert_eq!(stats_check(&vm, asked).0, grade);

@@ -48,6 +48,24 @@ fn a_socket_of_ebbs_own_that_was_not_served_is_tried_again_after_a_while() {
     assert!(finds_balloon(&mut vm));
 }
 
+/// libvirt may refuse statistics for good, and answer all else.
+#[test]
+fn a_connection_that_ends_soon_each_time_is_tried_again_later_and_later() {
+    let (_dir, _qemu, mut vm) = with_balloon();
+    let mut waits = |lasted: u64| {
+        let now = Instant::now();
+        vm.adopted = Some(now - Duration::from_secs(lasted));
+        let client = vm.client.as_mut().unwrap();
+        client.protocol.fail(QmpError::Failed("libvirt".into(), "refused".into()));
+        vm.reap(now);
+        let wait = vm.retry_at.unwrap() - now;
+        vm.retry_at = None;
+        assert!(until(&mut vm, |vm| vm.ready));
+        wait.as_secs()
+    };
+    assert_eq!([waits(1), waits(1), waits(1), waits(60), waits(1)], [1, 2, 4, 1, 2]);
+}
+
 #[test]
 fn of_a_balloon_that_was_unplugged_nothing_is_told_any_more() {
     let (_dir, qemu, mut vm) = with_balloon();

@@ -21,7 +21,7 @@ fn wait(what: &str, done: impl FnMut() -> bool) {
     poll(2 * MINUTE, done).unwrap_or_else(|| panic!("{what}: not in two minutes"));
 }
 
-/// `ebb merge off --all` where the kernel says that so much is available; whether it was done.
+/// `ebb merge off --all` where the kernel tells this size as available; whether it was done.
 fn off_on_a_host_with(available: Bytes, dir: &Path) -> (bool, String) {
     let real = std::fs::read_to_string("/proc/meminfo").unwrap();
     let line = |l: &str| match l.starts_with("MemAvailable:") {

@@ -209,7 +209,7 @@ fn before_growing_guests_use_up_the_hosts_memory_others_are_asked_at_full_pace()
     assert!(waits(&v[0]) > Bytes::mib(200), "the other will be short of it: {v:?}");
 }
 
-/// The same, and a VM that was started and is paused was promised so many MiB.
+/// The same beside a VM that was started and is paused, and was promised this many MiB.
 fn beside_one_that_waits(cache: u64, rate: u64, waiting: u64) -> u64 {
     let grows = VmModel { resident: Some(Bytes::mib(300)), ..grows(vm(2, 1024, 800), rate) };
     let mut host = without_swap(limited(host(Pressure::Clear, 0, 0), 500, 400));
