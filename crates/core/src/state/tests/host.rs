@@ -187,3 +187,19 @@ fn what_guests_needed_together_is_without_those_whose_ram_is_pinned() {
     tick(&mut memory, &sample(1_000, vec![vm(1024, 600, 900), pinned]));
     assert_eq!(memory.past("host").unwrap().needs.highest(), Bytes::mib(424));
 }
+
+/// What was needed together before it came is without it.
+#[test]
+fn a_vm_that_comes_is_known_to_have_come_for_half_an_hour() {
+    let mut memory = Memory::default();
+    let mut joined = |s: u64, pids: &[u32]| {
+        let one = |pid: &u32| VmSample { id: VmId { pid: *pid, start: 9 }, ..vm(1024, 600, 900) };
+        tick(&mut memory, &sample(s * 1000, pids.iter().map(one).collect()));
+        let joined = &memory.past("host").unwrap().joined;
+        joined.iter().map(|(id, _)| id.pid).collect::<Vec<_>>()
+    };
+    assert_eq!(joined(1, &[7]), [0; 0], "nothing is known of before");
+    assert_eq!((joined(2, &[7, 8]), joined(3, &[7, 8, 9])), (vec![8], vec![8, 9]));
+    assert_eq!(joined(4, &[7, 9]), [9], "one is gone");
+    assert_eq!((joined(1800, &[7, 9]), joined(1804, &[7, 9])), (vec![9], vec![]));
+}

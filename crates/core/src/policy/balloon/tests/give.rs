@@ -417,16 +417,18 @@ fn one_that_is_below_its_floor_is_given_it_though_little_is_missing() {
 /// Eight guests that need 100 MiB, and 700 at times, on a host with 2500 MiB beyond what they hold.
 #[test]
 fn a_host_gives_back_where_what_is_needed_by_turns_fits_though_all_peaks_together_do_not() {
-    let given = |together: u64| {
+    let given = |together: u64, came: u32| {
         let vms = (1..9).map(|pid| vm(pid, 400, 300)).collect();
         let m = |pid| VmMemory { recent: needed(700, 300_000), ..remembered(pid) };
         let (name, needs) = ("host".into(), needed(together, 300_000));
-        let limits = vec![LimitMemory { name, needs, ..LimitMemory::default() }];
+        let joined = (1..=came).map(|pid| (VmId { pid, start: 1 }, NOW)).collect();
+        let limits = vec![LimitMemory { name, needs, joined, ..LimitMemory::default() }];
         let memory = Memory { limits, ..memory((1..9).map(m).collect()) };
         let model = model(limited(host(Pressure::Clear, 0, 0), 2500, 800), vms);
         let v = balloon(&model, &memory, &[], &[]).verdicts;
         v.iter().filter_map(size).collect::<Vec<_>>()
     };
-    assert_eq!(given(8 * 700), [0; 0], "all at once");
-    assert_eq!(given(700 + 7 * 100), [430], "one at a time: a tenth of 300 MiB");
+    assert_eq!(given(8 * 700, 0), [0; 0], "all at once");
+    assert_eq!(given(700 + 7 * 100, 0), [430], "one at a time: a tenth of 300 MiB");
+    assert_eq!(given(700 + 7 * 100, 1), [0; 0], "one came since: it may need 700 beside that");
 }
